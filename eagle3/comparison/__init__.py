@@ -1,0 +1,1 @@
+"""What a run measured, for people: results file, tables and plots."""

@@ -1,0 +1,95 @@
+"""A run at a glance: how training went, and where drafts are rejected."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from eagle3.comparison.results import Results
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# Okabe and Ito's colours, which stay apart for colour-blind readers; a marker per arm for print without colour.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+MARKERS = ("o", "s", "^", "D", "v", "P")
+GREY = "#555555"
+
+
+def plot_run(results: Results, training_metrics: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """One PNG with two panels: training curves, and acceptance by position for each arm at the k asked for.
+
+    `training_metrics` are the logged lines in order: `step`, with `train/loss`, `val/acceptance_length` or both. May be empty.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 4.5), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    training, positions = figure.subplots(1, 2)
+    _plot_training(training, training_metrics)
+    _plot_positions(positions, results)
+    for axes in (training, positions):
+        axes.spines["top"].set_visible(False)
+        axes.title.set_fontweight("bold")
+    figure.savefig(path)
+
+
+def _plot_training(axes: Axes, metrics: Sequence[Mapping[str, Any]]) -> None:
+    """Loss on the left axis, thin per step and thick smoothed; validation acceptance length on the right one."""
+    axes.set_title("Training", loc="left")
+    axes.set_xlabel("step")
+    losses = [(line["step"], line["train/loss"]) for line in metrics if "train/loss" in line]
+    lengths = [(line["step"], line["val/acceptance_length"]) for line in metrics if "val/acceptance_length" in line]
+    if not losses and not lengths:
+        axes.text(0.5, 0.5, "no training in this run", ha="center", va="center", color=GREY, transform=axes.transAxes)
+        axes.set(xticks=[], yticks=[], xlabel="")
+        axes.spines[:].set_visible(False)
+        return
+    if losses:
+        steps, values = zip(*losses, strict=True)
+        axes.plot(steps, values, color=COLOURS[0], alpha=0.3, linewidth=0.8)
+        axes.plot(steps, _smooth(values), color=COLOURS[0], linewidth=2)
+    axes.set_ylabel("loss", color=COLOURS[0])
+    axes.tick_params(axis="y", colors=COLOURS[0])
+    axes.grid(alpha=0.25)
+    if lengths:
+        steps, values = zip(*lengths, strict=True)
+        right = axes.twinx()
+        right.plot(steps, values, color=COLOURS[1], marker=MARKERS[0], linewidth=2)
+        right.set_ylabel("validation acceptance length", color=COLOURS[1])
+        right.tick_params(axis="y", colors=COLOURS[1])
+        right.spines["top"].set_visible(False)
+
+
+def _plot_positions(axes: Axes, results: Results) -> None:
+    """The share of steps that accept a draft at each position, one line per arm."""
+    from matplotlib.ticker import PercentFormatter
+
+    axes.set_title(f"Accepted drafts by position, k={results['k']}", loc="left")
+    axes.set(xlabel="draft position", ylabel="share of decoding steps", ylim=(0, 1), xticks=range(1, results["k"] + 1))
+    axes.yaxis.set_major_formatter(PercentFormatter(1))
+    axes.grid(alpha=0.25)
+    axes.spines["right"].set_visible(False)
+    arms = [arm for arm in results["arms"] if arm["k"] == results["k"]]
+    for index, arm in enumerate(arms):
+        axes.plot(
+            range(1, arm["k"] + 1),
+            arm["acceptance_at"],
+            color=COLOURS[index % len(COLOURS)],
+            marker=MARKERS[index % len(MARKERS)],
+            linewidth=2,
+            label=f"{arm['arm']} ({arm['source']}, T={arm['temperature']:g}): AL {arm['acceptance_length']:.2f}",
+        )
+    if arms:
+        axes.legend(frameon=False)
+
+
+def _smooth(values: Sequence[float]) -> list[float]:
+    """An exponential average over about a fiftieth of the curve, so that short curves stay as they are."""
+    weight = min(1.0, 50 / len(values))
+    smoothed = [values[0]]
+    for value in values[1:]:
+        smoothed.append(smoothed[-1] + weight * (value - smoothed[-1]))
+    return smoothed

@@ -1,0 +1,141 @@
+"""What a run leaves for people and for other runs: `results.json` with the summary, `acceptance.json` with every row's counts."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TypedDict, cast
+
+from eagle3.errors import DataError
+from eagle3.evaluation.report import AcceptanceReport
+from eagle3.evaluation.statistics import bootstrap_interval, compare_arms
+
+RESULTS_FILE = "results.json"
+ACCEPTANCE_FILE = "acceptance.json"
+
+
+class ArmSummary(TypedDict):
+    """One arm at one k, without its rows."""
+
+    arm: str
+    source: str  # "replay" or "live"
+    k: int
+    temperature: float
+    acceptance_length: float  # pooled over steps
+    interval: tuple[float | None, float | None]  # 95 %, of the pooled one
+    interval_method: str  # "bca", "percentile" or "none"
+    acceptance_length_per_prompt: float
+    tokens_per_step: float
+    acceptance_at: list[float]
+    rows: int
+    steps: int
+    tokens: int
+    seconds: float
+    by_category: dict[str, float]  # pooled acceptance length
+    notes: list[str]
+
+
+class StageSummary(TypedDict):
+    """One stage's artifact and what it cost when it was made."""
+
+    stage: str
+    split: str  # "train", "eval" or ""
+    status: str  # "made" in this run, or "cached" from an earlier one
+    seconds: float
+    tokens: int
+    bytes: int
+    signature: str
+
+
+class Results(TypedDict):
+    """The whole of `results.json`."""
+
+    k: int  # the one the run was asked for; the arms may hold more
+    arms: list[ArmSummary]
+    differences: list[dict[str, Any]]  # statistics.Difference as dicts
+    stages: list[StageSummary]
+    drafter: str  # its folder
+    vocabulary_coverage: float  # share of held-out answer tokens that the draft vocabulary holds, 0..1
+
+
+def summarise(report: AcceptanceReport) -> ArmSummary:
+    """The numbers of one report that tables and pages show."""
+    interval = bootstrap_interval(report)
+    return ArmSummary(
+        arm=report.arm,
+        source=report.source,
+        k=report.k,
+        temperature=report.temperature,
+        acceptance_length=report.acceptance_length,
+        interval=(interval.low, interval.high),
+        interval_method=interval.method,
+        acceptance_length_per_prompt=report.acceptance_length_per_prompt,
+        tokens_per_step=report.tokens_per_step,
+        acceptance_at=report.acceptance_at,
+        rows=len(report.rows),
+        steps=report.num_steps,
+        tokens=report.num_tokens,
+        seconds=report.seconds,
+        by_category={name: part.acceptance_length for name, part in report.by_category().items() if part.num_steps},
+        notes=list(report.notes),
+    )
+
+
+def collect_results(
+    reports: Sequence[AcceptanceReport],
+    ours: str,
+    k: int,
+    stages: Sequence[StageSummary],
+    drafter: str,
+    vocabulary_coverage: float,
+) -> Results:
+    """Summaries of all reports, and the difference of arm `ours` to each other arm measured in the same way at the same k and temperature."""
+    pairs = [
+        (mine, other)
+        for mine in reports
+        for other in reports
+        if mine.arm == ours and other.arm != ours and (mine.k, mine.temperature, mine.source) == (other.k, other.temperature, other.source)
+    ]
+    return Results(
+        k=k,
+        arms=[summarise(report) for report in reports],
+        differences=[asdict(compare_arms(mine, other)) for mine, other in pairs],
+        stages=list(stages),
+        drafter=drafter,
+        vocabulary_coverage=vocabulary_coverage,
+    )
+
+
+def write_results(folder: Path, results: Results, reports: Sequence[AcceptanceReport]) -> None:
+    """Writes both files, each by rename and `results.json` last, so that its presence means both are whole."""
+    _write_json(folder / ACCEPTANCE_FILE, [report.to_dict() for report in reports])
+    _write_json(folder / RESULTS_FILE, results)
+
+
+def read_results(folder: Path) -> Results:
+    """The summary of a run folder; raises DataError where there is none."""
+    return cast(Results, _read_json(folder / RESULTS_FILE))
+
+
+def read_reports(folder: Path) -> list[AcceptanceReport]:
+    """The full reports of a run folder; raises DataError where there are none."""
+    return [AcceptanceReport.from_dict(report) for report in _read_json(folder / ACCEPTANCE_FILE)]
+
+
+def _write_json(path: Path, value: Sequence[Any] | Mapping[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    unfinished.write_text(json.dumps(value, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    os.replace(unfinished, path)
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise DataError(f"No {path.name} in {path.parent}: the run has not finished its evaluation; run it with until=evaluate.") from error
+    except ValueError as error:
+        raise DataError(f"{path} is not valid JSON ({error}): evaluate the run again.") from error

@@ -1,0 +1,31 @@
+import numpy as np
+import pytest
+
+from eagle3.comparison.results import StageSummary, collect_results
+from eagle3.evaluation.report import AcceptanceReport, RowCounts
+
+NUM_STEPS = 40
+
+
+def simulated_report(arm, k, rates, source="replay", seed=0):
+    """Rows whose steps accept position i with the falling probability rates[i]."""
+    rng = np.random.default_rng(seed)
+    rows = []
+    for index in range(30):
+        reached = rng.random(NUM_STEPS)
+        accepted = tuple(int((reached < rate).sum()) for rate in rates[:k])
+        rows.append(RowCounts(f"r{index}", f"p{index}", "math" if index % 2 else "chat", NUM_STEPS, NUM_STEPS + sum(accepted), accepted, (NUM_STEPS,) * k))
+    return AcceptanceReport(arm, k, 0.0, source, tuple(rows), 12.5)
+
+
+@pytest.fixture
+def results():
+    drafter, published, lookup = (0.71, 0.45, 0.27, 0.17, 0.1), (0.58, 0.31, 0.17, 0.09, 0.05), (0.28, 0.15, 0.08, 0.05, 0.03)
+    reports = [simulated_report("ours", k, drafter) for k in (1, 3, 5)]
+    reports += [simulated_report("baseline", 3, published, seed=1), simulated_report("ngram", 3, lookup, seed=2)]
+    reports += [simulated_report("ours", 3, drafter, "live", seed=3)]
+    stages = [
+        StageSummary(stage="generate", split="train", status="cached", seconds=4021.4, tokens=144_000, bytes=5_300_000, signature="0123456789abcdef"),
+        StageSummary(stage="train", split="", status="made", seconds=660.0, tokens=1_152_000, bytes=73_000_000, signature="fedcba9876543210"),
+    ]
+    return collect_results(reports, ours="ours", k=3, stages=stages, drafter="store/train/fedcba9876543210", vocabulary_coverage=0.981)

@@ -1,0 +1,51 @@
+from rich.console import Console
+
+from eagle3.comparison.table import results_table, stages_table
+
+
+def rendered(table):
+    console = Console(width=200, color_system=None)
+    with console.capture() as capture:
+        console.print(table)
+    return capture.get()
+
+
+def test_each_arm_and_k_is_a_line_and_the_k_asked_for_is_marked(results):
+    lines = [line for line in rendered(results_table(results)).splitlines() if "(replay)" in line and "│" in line]
+    assert len(lines) == 5
+    assert ["→ 3" in line for line in lines] == [False, True, False, True, True]
+
+
+def test_the_line_shows_the_interval_and_every_position(results):
+    arm = results["arms"][1]
+    low, high = arm["interval"]
+    text = rendered(results_table(results))
+    assert f"{arm['acceptance_length']:.2f} [{low:.2f}, {high:.2f}]" in text
+    assert " ".join(f"{share:.2f}" for share in arm["acceptance_at"]) in text
+
+
+def test_verdicts_stand_below_the_table(results):
+    text = rendered(results_table(results))
+    assert "ours - ngram (replay, k=3, T=0)" in text
+    assert "better on 30 prompts" in text
+    assert "98.1%" in text
+
+
+def test_speed_is_shown_for_servers_only(results):
+    assert "tok/s" in rendered(results_table(results))
+    replayed = {**results, "arms": [arm for arm in results["arms"] if arm["source"] == "replay"]}
+    assert "tok/s" not in rendered(results_table(replayed))
+
+
+def test_an_arm_without_an_interval_shows_its_estimate_alone(results):
+    arm = {**results["arms"][1], "acceptance_length": 2.25, "interval": (None, None)}
+    assert "2.25 [" not in rendered(results_table({**results, "arms": [arm]}))
+
+
+def test_stages_say_what_was_made_and_what_it_cost(results):
+    text = rendered(stages_table(results))
+    assert "generate (train)" in text
+    assert "cached" in text
+    assert "5.3 MB" in text
+    assert "0123456789ab" in text
+    assert "0123456789abc" not in text
