@@ -27,18 +27,17 @@ def plot_run(results: Results, training_metrics: Sequence[Mapping[str, Any]], pa
 
     figure = Figure(figsize=(12, 4.5), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
-    training, positions = figure.subplots(1, 2)
+    training, positions = figure.subplots(1, 2, gridspec_kw={"wspace": 0.08})
     _plot_training(training, training_metrics)
     _plot_positions(positions, results)
     for axes in (training, positions):
         axes.spines["top"].set_visible(False)
-        axes.title.set_fontweight("bold")
     figure.savefig(path)
 
 
 def _plot_training(axes: Axes, metrics: Sequence[Mapping[str, Any]]) -> None:
     """Loss on the left axis, thin per step and thick smoothed; validation acceptance length on the right one."""
-    axes.set_title("Training", loc="left")
+    axes.set_title("Training", loc="left", fontweight="bold")
     axes.set_xlabel("step")
     losses = [(line["step"], line["train/loss"]) for line in metrics if "train/loss" in line]
     lengths = [(line["step"], line["val/acceptance_length"]) for line in metrics if "val/acceptance_length" in line]
@@ -67,18 +66,21 @@ def _plot_positions(axes: Axes, results: Results) -> None:
     """The share of steps that accept a draft at each position, one line per arm."""
     from matplotlib.ticker import PercentFormatter
 
-    axes.set_title(f"Accepted drafts by position, k={results['k']}", loc="left")
+    axes.set_title(f"Accepted drafts by position, k={results['k']}", loc="left", fontweight="bold")
     axes.set(xlabel="draft position", ylabel="share of decoding steps", ylim=(0, 1), xticks=range(1, results["k"] + 1))
     axes.yaxis.set_major_formatter(PercentFormatter(1))
     axes.grid(alpha=0.25)
     axes.spines["right"].set_visible(False)
     arms = [arm for arm in results["arms"] if arm["k"] == results["k"]]
-    for index, arm in enumerate(arms):
+    names = list(dict.fromkeys(arm["arm"] for arm in arms))
+    for arm in arms:  # an arm keeps its colour, replayed (solid) or measured live (dashed)
+        style = names.index(arm["arm"]) % len(COLOURS)
         axes.plot(
             range(1, arm["k"] + 1),
             arm["acceptance_at"],
-            color=COLOURS[index % len(COLOURS)],
-            marker=MARKERS[index % len(MARKERS)],
+            color=COLOURS[style],
+            marker=MARKERS[style],
+            linestyle="--" if arm["source"] == "live" else "-",
             linewidth=2,
             label=f"{arm['arm']} ({arm['source']}, T={arm['temperature']:g}): AL {arm['acceptance_length']:.2f}",
         )
@@ -87,9 +89,7 @@ def _plot_positions(axes: Axes, results: Results) -> None:
 
 
 def _smooth(values: Sequence[float]) -> list[float]:
-    """An exponential average over about a fiftieth of the curve, so that short curves stay as they are."""
-    weight = min(1.0, 50 / len(values))
-    smoothed = [values[0]]
-    for value in values[1:]:
-        smoothed.append(smoothed[-1] + weight * (value - smoothed[-1]))
-    return smoothed
+    """The mean of the values around each one, over about a fiftieth of the curve: centred, so that a falling loss is not drawn late."""
+    reach = len(values) // 100
+    windows = [values[max(0, index - reach) : index + reach + 1] for index in range(len(values))]
+    return [sum(window) / len(window) for window in windows]

@@ -129,7 +129,7 @@ def _write_json(path: Path, value: Sequence[Any] | Mapping[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     unfinished.write_text(json.dumps(value, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    os.replace(unfinished, path)
+    unfinished.replace(path)
 
 
 def _read_json(path: Path) -> Any:
