@@ -133,7 +133,7 @@ def _interval(samples: Samples, statistic: Callable[..., Any]) -> Interval:
     """Bootstraps a statistic of columns [num_prompts], drawing the same prompts from each column."""
     if not samples or len(samples[0]) < 2:
         return Interval(None, None, "none", "fewer than two prompts: nothing to resample")
-    from scipy.stats import bootstrap  # type: ignore[import-untyped]
+    from scipy.stats import bootstrap
 
     for method in ("bca", "percentile"):
         with warnings.catch_warnings(), np.errstate(all="ignore"):

@@ -1,13 +1,13 @@
 import numpy as np
 import pytest
 
-from eagle3.comparison.results import StageSummary, collect_results
+from eagle3.comparison.results import Results, StageSummary, collect_results
 from eagle3.evaluation.report import AcceptanceReport, RowCounts
 
 NUM_STEPS = 40
 
 
-def simulated_report(arm, k, rates, source="replay", seed=0):
+def simulated_report(arm: str, k: int, rates: tuple[float, ...], source: str = "replay", seed: int = 0) -> AcceptanceReport:
     """Rows whose steps accept position i with the falling probability rates[i]."""
     rng = np.random.default_rng(seed)
     rows = []
@@ -19,7 +19,7 @@ def simulated_report(arm, k, rates, source="replay", seed=0):
 
 
 @pytest.fixture
-def results():
+def results() -> Results:
     drafter, published, lookup = (0.71, 0.45, 0.27, 0.17, 0.1), (0.58, 0.31, 0.17, 0.09, 0.05), (0.28, 0.15, 0.08, 0.05, 0.03)
     reports = [simulated_report("ours", k, drafter) for k in (1, 3, 5)]
     reports += [simulated_report("baseline", 3, published, seed=1), simulated_report("ngram", 3, lookup, seed=2)]

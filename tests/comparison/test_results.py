@@ -1,13 +1,14 @@
 import json
+from pathlib import Path
 
 import pytest
 
-from eagle3.comparison.results import RESULTS_FILE, collect_results, read_reports, read_results, write_results
+from eagle3.comparison.results import RESULTS_FILE, Results, collect_results, read_reports, read_results, write_results
 from eagle3.errors import DataError
 from eagle3.evaluation.report import AcceptanceReport, RowCounts
 
 
-def report(arm, k, gain=0):
+def report(arm: str, k: int, gain: int = 0) -> AcceptanceReport:
     rows = tuple(
         RowCounts(f"r{index}", f"p{index}", "math" if index % 2 else "chat", 20, 20 + 12 + index + gain, (12 + index + gain, *[0] * (k - 1)), (20,) * k)
         for index in range(8)
@@ -16,15 +17,15 @@ def report(arm, k, gain=0):
 
 
 @pytest.fixture
-def reports():
+def reports() -> list[AcceptanceReport]:
     return [report("ours", 3, gain=4), report("ours", 5, gain=4), report("ngram", 3), report("baseline", 3)]
 
 
-def collect(reports):
+def collect(reports: list[AcceptanceReport]) -> Results:
     return collect_results(reports, ours="ours", k=3, stages=[], drafter="store/train/abc", vocabulary_coverage=0.98)
 
 
-def test_ours_is_compared_with_every_arm_of_the_same_k(reports):
+def test_ours_is_compared_with_every_arm_of_the_same_k(reports: list[AcceptanceReport]) -> None:
     results = collect(reports)
     assert [(d["ours"], d["baseline"], d["k"], d["verdict"]) for d in results["differences"]] == [
         ("ours", "ngram", 3, "better"),
@@ -32,7 +33,7 @@ def test_ours_is_compared_with_every_arm_of_the_same_k(reports):
     ]
 
 
-def test_a_summary_repeats_the_report(reports):
+def test_a_summary_repeats_the_report(reports: list[AcceptanceReport]) -> None:
     summary = collect(reports)["arms"][0]
     assert summary["acceptance_length"] == reports[0].acceptance_length
     assert summary["acceptance_length_per_prompt"] == reports[0].acceptance_length_per_prompt
@@ -40,22 +41,24 @@ def test_a_summary_repeats_the_report(reports):
     assert (summary["rows"], summary["steps"], summary["tokens"]) == (8, 160, reports[0].num_tokens)
 
 
-def test_written_results_are_read_back(tmp_path, reports):
+def test_written_results_are_read_back(tmp_path: Path, reports: list[AcceptanceReport]) -> None:
     write_results(tmp_path / "run", collect(reports), reports)
     assert read_results(tmp_path / "run") == json.loads(json.dumps(collect(reports)))
     assert read_reports(tmp_path / "run") == reports
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["acceptance.json", "results.json"]
 
 
-def test_a_failed_write_leaves_the_old_results(tmp_path, reports):
+def test_a_failed_write_leaves_the_old_results(tmp_path: Path, reports: list[AcceptanceReport]) -> None:
     write_results(tmp_path, collect(reports), reports)
     before = (tmp_path / RESULTS_FILE).read_bytes()
+    broken = collect(reports)
+    broken["vocabulary_coverage"] = float("nan")
     with pytest.raises(ValueError, match="not JSON compliant"):
-        write_results(tmp_path, {**collect(reports), "vocabulary_coverage": float("nan")}, reports)
+        write_results(tmp_path, broken, reports)
     assert (tmp_path / RESULTS_FILE).read_bytes() == before
 
 
-def test_missing_and_damaged_results_are_one_sentence(tmp_path):
+def test_missing_and_damaged_results_are_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="has not finished its evaluation"):
         read_results(tmp_path)
     (tmp_path / RESULTS_FILE).write_text("{")

@@ -17,7 +17,7 @@ VLLM_PROPOSALS = [
 ]
 
 
-def naive_proposal(context, min_n, max_n, k):
+def naive_proposal(context: list[int], min_n: int, max_n: int, k: int) -> list[int]:
     """Longest n-gram first, earliest occurrence first, by looking everywhere."""
     for n in range(max_n, min_n - 1, -1):
         for start in range(len(context) - n):
@@ -27,7 +27,7 @@ def naive_proposal(context, min_n, max_n, k):
 
 
 @pytest.mark.parametrize(("context", "min_n", "max_n", "k", "proposal"), VLLM_PROPOSALS)
-def test_proposals_are_those_of_vllm(context, min_n, max_n, k, proposal):
+def test_proposals_are_those_of_vllm(context: list[int], min_n: int, max_n: int, k: int, proposal: list[int]) -> None:
     # The row goes on with the proposal, so that a wrong token would not match.
     matches, proposed = ngram_matches(context + proposal, len(context) - 1, k, max_n, min_n)
     assert proposed[0] == len(proposal)
@@ -42,7 +42,7 @@ def test_proposals_are_those_of_vllm(context, min_n, max_n, k, proposal):
     min_n=st.integers(1, 3),
     more=st.integers(0, 3),
 )
-def test_matches_are_those_of_a_search_at_every_position(ids, num_prompt_tokens, k, min_n, more):
+def test_matches_are_those_of_a_search_at_every_position(ids: list[int], num_prompt_tokens: int, k: int, min_n: int, more: int) -> None:
     num_prompt_tokens = min(num_prompt_tokens, len(ids))
     matches, proposed = ngram_matches(ids, num_prompt_tokens, k, min_n + more, min_n)
     assert matches.shape == (len(ids) - num_prompt_tokens, k)
@@ -54,7 +54,7 @@ def test_matches_are_those_of_a_search_at_every_position(ids, num_prompt_tokens,
         assert matches[position].tolist() == [index < min(len(draft), len(answer)) and draft[index] == answer[index] for index in range(k)]
 
 
-def test_a_step_without_a_proposal_is_a_step():
+def test_a_step_without_a_proposal_is_a_step() -> None:
     # The answer 1 2 3 repeats the prompt, then 7 8 9 is new: the first step drafts 3 and gets 7 as bonus, two more draft nothing.
     ids = [1, 2, 3, 5, 1, 2, 3, 7, 8, 9]
     report = replay_ngram([Row("a", "p", 0, ids, [0] * 5 + [1] * 5)], k=3, temperature=0.0)
