@@ -37,6 +37,8 @@ def plot_run(results: Results, training_metrics: Sequence[Mapping[str, Any]], pa
 
 def _plot_training(axes: Axes, metrics: Sequence[Mapping[str, Any]]) -> None:
     """Loss on the left axis, thin per step and thick smoothed; validation acceptance length on the right one."""
+    from matplotlib.ticker import MaxNLocator
+
     axes.set_title("Training", loc="left", fontweight="bold")
     axes.set_xlabel("step")
     losses = [(line["step"], line["train/loss"]) for line in metrics if "train/loss" in line]
@@ -50,8 +52,9 @@ def _plot_training(axes: Axes, metrics: Sequence[Mapping[str, Any]]) -> None:
         steps, values = zip(*losses, strict=True)
         axes.plot(steps, values, color=COLOURS[0], alpha=0.3, linewidth=0.8)
         axes.plot(steps, _smooth(values), color=COLOURS[0], linewidth=2)
-    axes.set_ylabel("loss", color=COLOURS[0])
-    axes.tick_params(axis="y", colors=COLOURS[0])
+        axes.set_ylabel("loss", color=COLOURS[0])
+    axes.tick_params(axis="y", colors=COLOURS[0], left=bool(losses), labelleft=bool(losses))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.25)
     if lengths:
         steps, values = zip(*lengths, strict=True)
@@ -85,7 +88,7 @@ def _plot_positions(axes: Axes, results: Results) -> None:
             label=f"{arm['arm']} ({arm['source']}, T={arm['temperature']:g}): AL {arm['acceptance_length']:.2f}",
         )
     if arms:
-        axes.legend(frameon=False)
+        axes.legend(frameon=False, handlelength=3)
 
 
 def _smooth(values: Sequence[float]) -> list[float]:
