@@ -53,7 +53,9 @@ def _plot_training(axes: Axes, metrics: Sequence[Mapping[str, Any]]) -> None:
         axes.plot(steps, values, color=COLOURS[0], alpha=0.3, linewidth=0.8)
         axes.plot(steps, _smooth(values), color=COLOURS[0], linewidth=2)
         axes.set_ylabel("loss", color=COLOURS[0])
-    axes.tick_params(axis="y", colors=COLOURS[0], left=bool(losses), labelleft=bool(losses))
+        axes.tick_params(axis="y", colors=COLOURS[0])
+    else:
+        axes.set_yticks([])
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.25)
     if lengths:
