@@ -1,0 +1,114 @@
+"""The command line: a verb, then anything Hydra understands."""
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from eagle3 import config as configuration
+from eagle3.errors import ConfigError, Eagle3Error
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+VERBS = ("run",)
+CONFIG_MODULE = "eagle3.conf"
+log = logging.getLogger("eagle3")
+
+
+def main() -> None:
+    """Entry point of the console script `eagle3`. Exit code 0: all done; 1: an error the message explains; 2: the command line is wrong."""
+    arguments = sys.argv[1:]
+    if arguments and arguments[0] in VERBS:
+        arguments = arguments[1:]
+    elif arguments and arguments[0].isidentifier():
+        _fail(f"unknown verb {arguments[0]!r}: choose one of {', '.join(VERBS)}; overrides look like key=value.", code=2)
+    sys.argv[1:] = arguments
+    configuration.register()
+    _run_hydra(arguments)
+
+
+def _run_hydra(arguments: list[str]) -> None:
+    import hydra
+
+    failed: list[str] = []
+
+    def job(tree: DictConfig) -> Any:
+        try:
+            return _run(tree)
+        except Eagle3Error as error:
+            log.error("error: %s", error)
+            failed.append(str(error))
+            return None
+
+    try:
+        if not any(argument.startswith("-") for argument in arguments):
+            check(arguments)
+        hydra.main(version_base="1.3", config_path=f"pkg://{CONFIG_MODULE}", config_name="config")(job)()
+    except Eagle3Error as error:
+        _fail(str(error), code=2)
+    except KeyboardInterrupt:
+        _fail("stopped; the same command goes on from here.", code=130)
+    if failed:
+        sys.exit(1)
+
+
+def check(overrides: list[str]) -> configuration.Config:
+    """The configuration of a command line, or one sentence on what is wrong with it, before Hydra makes a run folder.
+
+    Raises:
+        ConfigError: an unknown key or option, a wrong type, an impossible combination.
+    """
+    from hydra import compose, initialize_config_module
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        with initialize_config_module(CONFIG_MODULE, version_base="1.3"):
+            return configuration.from_tree(compose("config", overrides))
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
+        raise ConfigError(configuration.sentence(error)) from None
+
+
+def _run(tree: DictConfig) -> float | None:
+    """One job: the pipeline in its run folder. Returns the headline acceptance length, which a sweeper can maximise."""
+    from hydra.core.hydra_config import HydraConfig
+    from omegaconf import OmegaConf
+
+    config = configuration.from_tree(tree)
+    folder = Path(HydraConfig.get().runtime.output_dir)
+    _log_to(folder / "run.log")
+    (folder / "config.yaml").write_text(OmegaConf.to_yaml(tree, resolve=True))
+
+    from eagle3.pipeline import run
+
+    results = run(config, folder, OmegaConf.to_container(tree, resolve=True))
+    _point_to_latest(Path(config.paths.outputs), folder)
+    return results
+
+
+def _log_to(path: Path) -> None:
+    """Messages to the terminal as they are, and to the run's log with the time."""
+    file, terminal = logging.FileHandler(path), logging.StreamHandler(sys.stderr)
+    file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    terminal.setFormatter(logging.Formatter("%(message)s"))
+    logging.getLogger("eagle3").handlers = [file, terminal]
+    logging.getLogger("eagle3").setLevel(logging.INFO)
+    logging.getLogger("eagle3").propagate = False
+
+
+def _point_to_latest(outputs: Path, folder: Path) -> None:
+    link, new = outputs / "latest", outputs / f".latest.{os.getpid()}"
+    new.symlink_to(os.path.relpath(folder, outputs))
+    new.replace(link)
+
+
+def _fail(message: str, code: int) -> None:
+    print(f"eagle3: error: {message}", file=sys.stderr)
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

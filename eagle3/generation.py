@@ -1,0 +1,156 @@
+"""Rows from an engine: every prompt is answered once, kept in a pool that outlives any run, and ends in exactly one bin."""
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from eagle3.conversation import Answer, Failure, Request, Row, answer_text, encode_turn, row_id, to_row
+from eagle3.engines import Engine
+from eagle3.errors import DataError, EngineError
+from eagle3.progress import progress
+from eagle3.prompts import Prompt
+from eagle3.store import KeyedLog
+from eagle3.tracking import StageTracker
+
+log = logging.getLogger(__name__)
+
+# A run that fails this often before its first answer is not unlucky: the engine is broken, and the rest of the prompts must not be spent on it.
+MAX_FAILURES_BEFORE_FIRST_ANSWER = 20
+
+
+def generate(
+    prompts: Sequence[Prompt],
+    new_engine: Callable[[], Engine],
+    new_tokenizer: Callable[[], Any],
+    pool: KeyedLog,
+    path: Path,
+    track: StageTracker,
+    name: str,
+    *,
+    min_completion_tokens: int,
+    truncated: str,
+) -> dict[str, Any]:
+    """Answer what the pool has no answer for, then write the rows of all `prompts` to `path`.
+
+    Args:
+        new_engine, new_tokenizer: called only if something is left to answer, so that a run that finds all in its pool loads no model.
+
+    Returns:
+        How every turn ended (see `collect_rows`), and `answered_now`.
+    """
+    missing = [prompt for prompt in prompts if any(row_id(prompt.id, turn) not in pool for turn in range(len(prompt.user_turns)))]
+    counts = Counter(answered_now=0, failed_now=0, tokens_now=0)
+    if missing:
+        log.info("%s: %d of %d prompts are answered already", name, len(prompts) - len(missing), len(prompts))
+        total = sum(len(prompt.user_turns) for prompt in missing)
+        began = time.monotonic()
+        with progress(name, total, "answers") as update:
+
+            def advance(outcome: Answer | Failure) -> None:
+                answered = isinstance(outcome, Answer)
+                counts.update(answered_now=answered, failed_now=not answered, tokens_now=len(outcome.completion_ids) if isinstance(outcome, Answer) else 0)
+                done = counts["answered_now"] + counts["failed_now"]
+                rate = counts["tokens_now"] / (time.monotonic() - began)
+                update(done, f"{rate:.0f} tokens/s, {counts['failed_now']} failed")
+                track.log({"step": done, "generate/answered": counts["answered_now"], "generate/failed": counts["failed_now"], "generate/tokens_per_s": rate})
+
+            failures = asyncio.run(answer_prompts(missing, new_engine(), new_tokenizer(), pool, advance))
+        for kind, number in failures.items():
+            log.warning("%s: %d turns failed with %s; the next run that needs them tries again", name, number, kind)
+    return collect_rows(prompts, pool, path, min_completion_tokens, truncated) | {"answered_now": counts["answered_now"]}
+
+
+async def answer_prompts(prompts: Sequence[Prompt], engine: Engine, tokenizer: Any, pool: KeyedLog, progress: Callable[[Answer | Failure], None]) -> Counter[str]:
+    """Answer what the pool has no answer for, turn by turn on the target's own words; each answer is in the pool before the next is awaited.
+
+    Returns:
+        Failures of this run by kind. A prompt whose turn failed has no later turns, and is tried again by the next run that needs it.
+
+    Raises:
+        EngineError: the engine fails from the start.
+    """
+    failures: Counter[str] = Counter()
+    num_answered = 0
+    for turn in range(max((len(prompt.user_turns) for prompt in prompts), default=0)):
+        requests = [request for prompt in prompts if (request := _next_request(prompt, turn, tokenizer, pool)) is not None]
+        async for outcome in engine.answer(requests):
+            progress(outcome)
+            if isinstance(outcome, Answer):
+                pool.append(row_id(outcome.prompt_id, outcome.turn), dataclasses.asdict(outcome))
+                num_answered += 1
+                continue
+            failures[outcome.kind] += 1
+            if not num_answered and failures.total() >= MAX_FAILURES_BEFORE_FIRST_ANSWER:
+                raise EngineError(f"the first {failures.total()} prompts all failed, the last with {outcome.kind}: {outcome.message}")
+    return failures
+
+
+def _next_request(prompt: Prompt, turn: int, tokenizer: Any, pool: KeyedLog) -> Request | None:
+    """The request for one turn, or None if the prompt has no such turn, its answer is there, or an earlier turn has none."""
+    if turn >= len(prompt.user_turns) or row_id(prompt.id, turn) in pool or (turn and row_id(prompt.id, turn - 1) not in pool):
+        return None
+    earlier = [answer_text(tokenizer, _read(pool, row_id(prompt.id, past))) for past in range(turn)]
+    messages = [message for message in prompt.messages if message["role"] == "system"]
+    for past, text in enumerate(prompt.user_turns[: turn + 1]):
+        messages.append({"role": "user", "content": text})
+        if past < turn:
+            messages.append({"role": "assistant", "content": earlier[past]})
+    return Request(prompt.id, turn, encode_turn(tokenizer, messages))
+
+
+def _read(pool: KeyedLog, key: str) -> Answer:
+    record = pool.read(key)
+    return Answer(**{f.name: record[f.name] for f in dataclasses.fields(Answer)})
+
+
+def collect_rows(prompts: Sequence[Prompt], pool: KeyedLog, path: Path, min_completion_tokens: int, truncated: str) -> dict[str, int]:
+    """Write the rows of these prompts, in their order, and account for every turn asked.
+
+    Returns:
+        Bins that add up to `turns`: kept, too_short, truncated_dropped, failed; beside them truncated_kept, and the tokens of the rows.
+
+    Raises:
+        DataError: no row is left.
+    """
+    bins: Counter[str] = Counter({key: 0 for key in ("turns", "kept", "too_short", "truncated_dropped", "failed", "truncated_kept", "tokens", "completion_tokens")})
+    with path.open("w", encoding="utf-8") as file:
+        for prompt in prompts:
+            for turn in range(len(prompt.user_turns)):
+                bins["turns"] += 1
+                key = row_id(prompt.id, turn)
+                if key not in pool:
+                    bins["failed"] += 1
+                    continue
+                answer = _read(pool, key)
+                verdict = _verdict(answer, min_completion_tokens, truncated)
+                bins[verdict] += 1
+                if verdict == "kept":
+                    row = to_row(answer, prompt.category)
+                    bins["truncated_kept"] += answer.finish_reason == "length"
+                    bins["tokens"] += len(row.input_ids)
+                    bins["completion_tokens"] += len(answer.completion_ids)
+                    file.write(json.dumps(dataclasses.asdict(row), ensure_ascii=False, separators=(",", ":")) + "\n")
+    if not bins["kept"]:
+        counted = ", ".join(f"{key} {bins[key]}" for key in ("too_short", "truncated_dropped", "failed"))
+        raise DataError(f"no row is left of {bins['turns']} answers ({counted}): lower generation.min_completion_tokens, or see the failures above.")
+    return dict(bins)
+
+
+def _verdict(answer: Answer, min_completion_tokens: int, truncated: str) -> str:
+    if len(answer.completion_ids) < max(min_completion_tokens, 1):
+        return "too_short"
+    return "truncated_dropped" if answer.finish_reason == "length" and truncated == "drop" else "kept"
+
+
+def load_rows(path: Path) -> Iterator[Row]:
+    """Rows as `collect_rows` left them."""
+    with path.open(encoding="utf-8") as lines:
+        for line in lines:
+            yield Row(**json.loads(line))
