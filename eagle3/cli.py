@@ -1,6 +1,8 @@
 """The command line: a verb, then anything Hydra understands."""
+
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import sys
@@ -84,9 +86,9 @@ def _run(tree: DictConfig) -> float | None:
 
     from eagle3.pipeline import run
 
-    results = run(config, folder, OmegaConf.to_container(tree, resolve=True))
+    acceptance_length = run(config, folder, dataclasses.asdict(config))
     _point_to_latest(Path(config.paths.outputs), folder)
-    return results
+    return acceptance_length
 
 
 def _log_to(path: Path) -> None:

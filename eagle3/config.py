@@ -3,6 +3,7 @@
 Each field carries its documentation, and whether it can change a result: the fields that can not (they buy speed or name a place) stay out of
 signatures, so changing them re-uses everything in the store. `conf/REFERENCE.md` is generated from this file.
 """
+
 from __future__ import annotations
 
 import dataclasses
@@ -102,7 +103,11 @@ class GenerationConfig:
     seed: int = knob(0, "Seed of sampled answers; an answer depends on it and on its prompt, not on its neighbours.")
 
     def __post_init__(self) -> None:
-        _at_least(self, "generation", {"num_samples": 1, "concurrency": 1, "temperature": 0.0, "max_completion_tokens": 1, "max_seq_len": 2, "min_completion_tokens": 0})
+        _at_least(
+            self,
+            "generation",
+            {"num_samples": 1, "concurrency": 1, "temperature": 0.0, "max_completion_tokens": 1, "max_seq_len": 2, "min_completion_tokens": 0},
+        )
         _require(0 < self.top_p <= 1, "generation.top_p", self.top_p, "it must lie in (0, 1]")
         _one_of("generation.truncated", self.truncated, ("keep", "drop"))
         _require(
@@ -159,7 +164,9 @@ class TrainingConfig:
     validation_fraction: float = knob(0.05, "Share of training conversations held out to choose the best checkpoint by replayed acceptance length.")
     seed: int = knob(0, "Seed of the drafter's weights and of the order of rows.")
     device: str = knob("auto", "auto, cpu or cuda.", affects_result=False)
-    checkpoint_minutes: float = knob(5.0, "Minutes between checkpoints that a killed run resumes from; one is also written after each epoch.", affects_result=False)
+    checkpoint_minutes: float = knob(
+        5.0, "Minutes between checkpoints that a killed run resumes from; one is also written after each epoch.", affects_result=False
+    )
 
     def __post_init__(self) -> None:
         low = {"draft_vocab_size": 1, "num_layers": 1, "ttt_steps": 1, "num_epochs": 1, "batch_tokens": 1, "weight_decay": 0.0, "checkpoint_minutes": 0.0}
@@ -194,7 +201,9 @@ class EvaluationConfig:
     max_k: int = knob(5, "Every k from 1 to this one is replayed.")
     path: str | None = knob(None, "File of evaluation prompts, in the shapes of dataset=jsonl; null holds out part of the dataset.", affects_result=False)
     num_prompts: int = knob(50, "Evaluation prompts.")
-    holdout_fraction: float = knob(0.1, "Share of the dataset's conversations, chosen by hash, that may only be evaluated on; used when evaluation.path is null.")
+    holdout_fraction: float = knob(
+        0.1, "Share of the dataset's conversations, chosen by hash, that may only be evaluated on; used when evaluation.path is null."
+    )
     temperature: float = knob(0.0, "Sampling temperature of the evaluation answers.")
     top_p: float = knob(1.0, "Nucleus mass of the evaluation answers.")
     max_completion_tokens: int = knob(8192, "Longest evaluation answer in tokens.")
@@ -289,8 +298,7 @@ def from_tree(tree: Any) -> Config:
     from omegaconf.errors import OmegaConfBaseException
 
     try:
-        plain = {key: value for key, value in OmegaConf.to_container(tree, resolve=True).items() if key in Config.__dataclass_fields__}
-        config = OmegaConf.to_object(OmegaConf.merge(schema(), plain))
+        config = OmegaConf.to_object(OmegaConf.merge(schema(), OmegaConf.masked_copy(tree, [field.name for field in dataclasses.fields(Config)])))
     except OmegaConfBaseException as error:
         raise ConfigError(sentence(error)) from None
     assert isinstance(config, Config)

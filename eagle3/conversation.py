@@ -1,4 +1,5 @@
 """From messages to token ids and back to supervised rows: the only module that knows tokens of a conversation."""
+
 from __future__ import annotations
 
 from collections.abc import Sequence

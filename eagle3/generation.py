@@ -1,4 +1,5 @@
 """Rows from an engine: every prompt is answered once, kept in a pool that outlives any run, and ends in exactly one bin."""
+
 from __future__ import annotations
 
 import asyncio
@@ -67,7 +68,9 @@ def generate(
     return collect_rows(prompts, pool, path, min_completion_tokens, truncated) | {"answered_now": counts["answered_now"]}
 
 
-async def answer_prompts(prompts: Sequence[Prompt], engine: Engine, tokenizer: Any, pool: KeyedLog, progress: Callable[[Answer | Failure], None]) -> Counter[str]:
+async def answer_prompts(
+    prompts: Sequence[Prompt], engine: Engine, tokenizer: Any, pool: KeyedLog, progress: Callable[[Answer | Failure], None]
+) -> Counter[str]:
     """Answer what the pool has no answer for, turn by turn on the target's own words; each answer is in the pool before the next is awaited.
 
     Returns:
@@ -119,7 +122,9 @@ def collect_rows(prompts: Sequence[Prompt], pool: KeyedLog, path: Path, min_comp
     Raises:
         DataError: no row is left.
     """
-    bins: Counter[str] = Counter({key: 0 for key in ("turns", "kept", "too_short", "truncated_dropped", "failed", "truncated_kept", "tokens", "completion_tokens")})
+    bins: Counter[str] = Counter(
+        dict.fromkeys(("turns", "kept", "too_short", "truncated_dropped", "failed", "truncated_kept", "tokens", "completion_tokens"), 0)
+    )
     with path.open("w", encoding="utf-8") as file:
         for prompt in prompts:
             for turn in range(len(prompt.user_turns)):

@@ -3,6 +3,7 @@
 A shard holds `states` [tokens, layers, hidden] (the auxiliary layers in order, then the final pre-norm state) and `input_ids` [tokens] of some rows; its
 header names the rows, where each lies, and the layers. A shard appears by rename, so there is none that is half written, and nothing else to keep in step.
 """
+
 from __future__ import annotations
 
 import json
@@ -44,7 +45,9 @@ class StateWriter:
         if states.dim() != 3 or states.shape[0] != len(input_ids) or states.shape[1] != len(self.layers):
             raise CaptureError(f"row {row_id}: states of shape {list(states.shape)} do not fit its {len(input_ids)} tokens and {len(self.layers)} layers.")
         if not torch.isfinite(states).all():
-            raise CaptureError(f"row {row_id}: its hidden states hold values that are not finite; the target overflows in this number format, try engine.dtype=float32.")
+            raise CaptureError(
+                f"row {row_id}: its hidden states hold values that are not finite; the target overflows in this number format, try engine.dtype=float32."
+            )
         self._rows.append({"id": row_id, "start": len(self._ids), "length": len(input_ids)})
         self._states.append(states.contiguous())
         self._ids += input_ids
@@ -65,7 +68,9 @@ class StateWriter:
         try:
             save_file(tensors, temporary, metadata={"rows": json.dumps(self._rows), "layers": json.dumps(self.layers)})
         except OSError as error:
-            raise CaptureError(f"{self.folder}: hidden states can't be written ({error}); free space or give paths.store a bigger volume, then run again.") from None
+            raise CaptureError(
+                f"{self.folder}: hidden states can't be written ({error}); free space or give paths.store a bigger volume, then run again."
+            ) from None
         with temporary.open("rb") as file:
             os.fsync(file.fileno())
         temporary.replace(final)
@@ -80,11 +85,11 @@ class StateReader:
 
         self.folder = folder
         self.layers: list[int] = []
-        self._shards: list[Any] = []
+        self._shards: list[Any] = []  # safetensors gives its handles no type
         self._where: dict[str, tuple[int, int, int]] = {}
         for path in sorted(folder.glob("shard-*.safetensors")):
             try:
-                shard = safe_open(path, framework="pt")
+                shard: Any = safe_open(path, framework="pt")
                 metadata = shard.metadata()
                 rows = json.loads(metadata["rows"])
             except Exception as error:

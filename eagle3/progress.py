@@ -1,4 +1,5 @@
 """How long work shows that it moves: a bar on a terminal, a plain line now and then elsewhere."""
+
 from __future__ import annotations
 
 import contextlib
@@ -37,7 +38,14 @@ def progress(description: str, total: int, unit: str) -> Iterator[Callable[[int,
 def _bar(description: str, total: int) -> Iterator[Callable[[int, str], None]]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(), TextColumn("{task.fields[note]}"))
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[note]}"),
+    )
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task(description, total=total, note="")
         yield lambda done, note="": bar.update(task, completed=done, note=note)

@@ -1,4 +1,5 @@
 """Where prompts come from: a local file, or the target itself; and which of them are for training, which for evaluation."""
+
 from __future__ import annotations
 
 import json
@@ -51,7 +52,7 @@ def read_prompts(path: str | Path) -> Iterator[Prompt]:
                 empty = False
                 yield _parse(line, f"{path}, line {number}")
     if empty:
-        raise DataError(f"{path} is empty: it needs one JSON object a line, like {{\"prompt\": \"...\"}}.")
+        raise DataError(f'{path} is empty: it needs one JSON object a line, like {{"prompt": "..."}}.')
 
 
 def _parse(line: str, where: str) -> Prompt:
@@ -60,10 +61,12 @@ def _parse(line: str, where: str) -> Prompt:
     except ValueError as error:
         raise DataError(f"{where}: not JSON ({error}); each line must be one JSON object.") from None
     if not isinstance(record, dict):
-        raise DataError(f"{where}: a JSON object is needed, not {type(record).__name__}; write {{\"prompt\": ...}}.")
+        raise DataError(f'{where}: a JSON object is needed, not {type(record).__name__}; write {{"prompt": ...}}.')
     messages = _messages(record, where)
     if not any(message["role"] == "user" for message in messages):
-        raise DataError(f"{where}: no text of a user; one of messages, conversations, turns, question or prompt must hold it (found: {', '.join(record) or 'nothing'}).")
+        raise DataError(
+            f"{where}: no text of a user; one of messages, conversations, turns, question or prompt must hold it (found: {', '.join(record) or 'nothing'})."
+        )
     return new_prompt(messages, str(record.get("category", "")))
 
 

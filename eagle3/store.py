@@ -1,8 +1,9 @@
 """What stages make and share: artifacts named by signatures, finished by a manifest, made by one process at a time.
 
-    <store>/<stage>/<signature>/manifest.json   an artifact: immutable once the manifest is there
-    <store>/pools/<kind>/<signature>/           what grows: answers and states of every sample count, keyed by prompt or row
+<store>/<stage>/<signature>/manifest.json   an artifact: immutable once the manifest is there
+<store>/pools/<kind>/<signature>/           what grows: answers and states of every sample count, keyed by prompt or row
 """
+
 from __future__ import annotations
 
 import contextlib

@@ -35,9 +35,7 @@ def read_target(path: str | Path) -> TargetInfo:
     """
     path = Path(path)
     if not (path / "config.json").is_file():
-        raise TargetError(
-            f"{path} is not a model folder (no config.json in it); point target.path at one, or fetch one: hf download NAME --local-dir {path}"
-        )
+        raise TargetError(f"{path} is not a model folder (no config.json in it); point target.path at one, or fetch one: hf download NAME --local-dir {path}")
     config = _read_json(path / "config.json")
     text = config.get("text_config") or config
     names = ("hidden_size", "num_hidden_layers", "vocab_size", "max_position_embeddings")

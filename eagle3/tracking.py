@@ -1,4 +1,5 @@
 """Metrics to the run folder, which is the truth, mirrored to W&B: the only module that imports wandb."""
+
 from __future__ import annotations
 
 import contextlib
@@ -57,7 +58,7 @@ class Tracker:
 
         try:
             run = wandb.init(
-                mode=self._config.mode,
+                mode=self._config.mode,  # type: ignore[arg-type]  # checked by TrackingConfig
                 project=self._config.project,
                 entity=self._config.entity,
                 group=self._config.group or self._folder.name,

@@ -25,7 +25,17 @@ def test_a_digest_does_not_depend_on_the_order_of_keys(value: dict[str, object])
 
 def test_each_part_of_a_signature_counts() -> None:
     base = signature("train", 1, {"lr": 1e-3}, {"rows": "a"})
-    assert len({base, signature("train", 2, {"lr": 1e-3}, {"rows": "a"}), signature("train", 1, {"lr": 2e-3}, {"rows": "a"}), signature("train", 1, {"lr": 1e-3}, {"rows": "b"})}) == 4
+    assert (
+        len(
+            {
+                base,
+                signature("train", 2, {"lr": 1e-3}, {"rows": "a"}),
+                signature("train", 1, {"lr": 2e-3}, {"rows": "a"}),
+                signature("train", 1, {"lr": 1e-3}, {"rows": "b"}),
+            }
+        )
+        == 4
+    )
 
 
 def test_an_artifact_is_there_only_with_its_manifest(tmp_path: Path) -> None:
@@ -76,7 +86,9 @@ def test_a_second_process_waits_and_names_the_holder_and_a_dead_one_leaves_no_lo
 
 
 @given(records=st.lists(st.tuples(st.text(min_size=1), st.text())), cut=st.integers(min_value=0, max_value=400))
-def test_a_log_cut_anywhere_keeps_all_whole_lines_and_takes_the_rest_again(tmp_path_factory: pytest.TempPathFactory, records: list[tuple[str, str]], cut: int) -> None:
+def test_a_log_cut_anywhere_keeps_all_whole_lines_and_takes_the_rest_again(
+    tmp_path_factory: pytest.TempPathFactory, records: list[tuple[str, str]], cut: int
+) -> None:
     path = tmp_path_factory.mktemp("log") / "log.jsonl"
     with KeyedLog(path) as log:
         for key, text in records:

@@ -1,4 +1,5 @@
 """Our drafter on finished rows: every draft of every answer position from teacher-forced passes over stored states, no target needed."""
+
 from __future__ import annotations
 
 import time

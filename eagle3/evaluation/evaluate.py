@@ -1,4 +1,5 @@
 """All arms on the same held-out rows."""
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -28,7 +29,8 @@ def evaluate(
         The reports, and beside them the share of the answers' tokens that the draft vocabulary holds.
     """
     ks = range(1, config.max_k + 1)
-    model = load_drafter(drafter).to(pick_device(training.device))
+    model: Any = load_drafter(drafter)
+    model.to(pick_device(training.device))
     with progress("evaluate", len(rows), "rows") as update:
         reports = replay_drafter(model, rows, StateReader(states), training.dtype, ks, OURS, config.temperature, lambda done: update(done, ""))
     if baseline.name == "ngram":

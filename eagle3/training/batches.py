@@ -1,4 +1,5 @@
 """Rows and their hidden states as padded batches, in an order that depends on the seed and the epoch alone."""
+
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence

@@ -1,4 +1,5 @@
 """The training loop: AdamW on the TTT loss, validated by replayed acceptance length, resumable at any step."""
+
 from __future__ import annotations
 
 import contextlib
@@ -98,10 +99,12 @@ class Trainer:
         for group_rows in micro_batches(rows):
             batch = load_batch(group_rows, self.reader, self.device, self.dtype)
             with self._autocast():
-                result = ttt_loss(self.model, batch, num_steps=self.config.ttt_steps, step_decay=self.config.ttt_decay, loss=self.config.loss, denominator=num_supervised)
+                result = ttt_loss(
+                    self.model, batch, num_steps=self.config.ttt_steps, step_decay=self.config.ttt_decay, loss=self.config.loss, denominator=num_supervised
+                )
             result.loss.backward()
-            losses += torch.stack(list(result.step_losses)).float().cpu()
-            matches += torch.tensor([float(match) for match in result.step_matches])
+            losses += torch.stack(result.step_losses).float().cpu() * torch.tensor(result.step_counts) / num_supervised
+            matches += torch.stack(result.step_matches).cpu()
         norm = float(torch.nn.utils.clip_grad_norm_(self.parameters, self.config.max_grad_norm))
         if not math.isfinite(norm) or not torch.isfinite(losses).all():
             names = ", ".join(row.id for row in rows)
@@ -136,7 +139,9 @@ class Trainer:
         reloaded = self._acceptance_length(load_drafter(self.folder / "drafter").to(self.device))
         best = self.progress.best_acceptance_length
         if abs(reloaded - best) > 1e-3 * best:
-            raise TrainingError(f"the saved drafter replays at {reloaded:.4f}, the trained one at {best:.4f}: {self.folder / 'drafter'} is not what was trained.")
+            raise TrainingError(
+                f"the saved drafter replays at {reloaded:.4f}, the trained one at {best:.4f}: {self.folder / 'drafter'} is not what was trained."
+            )
         return {
             "validation_acceptance_length": best,
             "best_epoch": self.progress.best_epoch + 1,

@@ -1,4 +1,5 @@
 """From rows and states to a saved drafter."""
+
 from __future__ import annotations
 
 from collections.abc import Iterable
@@ -35,7 +36,7 @@ def train(config: TrainingConfig, target: TargetInfo, rows: Iterable[Row], state
     if len(kept) < len(compacted):
         log.warning("train: %d rows are left out, none of their tokens can be supervised", len(compacted) - len(kept))
     vocabulary = build_vocabulary_map(count_tokens(training), config.draft_vocab_size, target.vocab_size, pinned=target.eos_ids)
-    model = new_drafter(
+    model: torch.nn.Module = new_drafter(
         str(target.path),
         reader.layers[:-1],
         vocabulary,
@@ -45,8 +46,8 @@ def train(config: TrainingConfig, target: TargetInfo, rows: Iterable[Row], state
         fc_norm=config.fc_norm,
         norm_output=config.norm_output,
         seed=config.seed,
-    ).to(pick_device(config.device))
-    trainer = Trainer(config, model, kept, validation, reader, folder)
+    )
+    trainer = Trainer(config, model.to(pick_device(config.device)), kept, validation, reader, folder)
     with progress("train", trainer.num_steps, "steps") as update:
         facts = trainer.run(track.log, lambda step: update(step, trainer.note()))
     return facts | {"validation_coverage": coverage(vocabulary, validation), "left_out_rows": len(compacted) - len(kept)}
