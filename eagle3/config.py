@@ -22,7 +22,7 @@ def knob(default: T, doc: str, *, affects_result: bool = True) -> T:
     metadata = {"doc": doc, "affects_result": affects_result}
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=metadata)  # type: ignore[return-value]
-    return field(default=default, metadata=metadata)  # type: ignore[return-value]
+    return field(default=default, metadata=metadata)
 
 
 def _require(holds: bool, key: str, value: object, rule: str) -> None:
