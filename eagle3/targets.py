@@ -44,7 +44,8 @@ def read_target(path: str | Path) -> TargetInfo:
         raise TargetError(f"{path}/config.json has no number for {', '.join(missing)}: it does not describe a causal language model in Hugging Face's form")
     generation = _read_json(path / "generation_config.json") if (path / "generation_config.json").is_file() else {}
     ends = [*_as_list(generation.get("eos_token_id")), *_as_list(text.get("eos_token_id")), *_as_list(config.get("eos_token_id")), *_tokenizer_eos(path)]
-    return TargetInfo(path, *(text[name] for name in names), eos_ids=tuple(dict.fromkeys(ends)))
+    hidden_size, num_layers, vocab_size, max_context = (text[name] for name in names)
+    return TargetInfo(path, hidden_size, num_layers, vocab_size, max_context, tuple(dict.fromkeys(ends)))
 
 
 def default_aux_layers(num_layers: int) -> tuple[int, int, int]:
