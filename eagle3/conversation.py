@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from eagle3.errors import TargetError
+
+THINK_TOKENS = ("<think>", "</think>")
+USER_MARK, ANSWER_MARK = "\u241fUSER\u241f", "\u241fANSWER\u241f"
+
 
 @dataclass(frozen=True)
 class Request:
-    """One turn to be answered: the ids the target reads, generation prompt included."""
+    """One turn to be answered: the ids the target reads, generation prompt included.
+
+    With `messages`, a server is asked to chat, and renders them by its own template; without, it continues exactly `prompt_ids`.
+    """
 
     prompt_id: str
     turn: int
     prompt_ids: list[int]
+    messages: tuple[dict[str, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -61,6 +71,127 @@ def answer_text(tokenizer: Any, answer: Answer) -> str:
     """The text of an answer, as the next turn of the conversation will show it to the target."""
     text: str = tokenizer.decode(answer.completion_ids, skip_special_tokens=True)
     return text
+
+
+def answer_message(tokenizer: Any, answer: Answer, form: AnswerForm) -> dict[str, str]:
+    """An answer as the conversation's next message, its thought apart, so that the template keeps or drops it as the target was taught."""
+    thought: list[int] = []
+    said = answer.completion_ids
+    if form.think:
+        opening, closing = form.think
+        if closing in said:
+            cut = said.index(closing)
+            thought, said = said[:cut], said[cut + 1 :]
+        elif opening in said or form.opens_thought(answer.prompt_ids):
+            thought, said = said, []
+        thought = [token for token in thought if token != opening]
+    message = {"role": "assistant", "content": tokenizer.decode(said, skip_special_tokens=True)}
+    return message | ({"reasoning_content": tokenizer.decode(thought, skip_special_tokens=True)} if thought else {})
+
+
+@dataclass(frozen=True)
+class AnswerForm:
+    """What a target's chat template puts around an answer."""
+
+    header: tuple[int, ...]  # between the last user's turn and the answer
+    end_id: int  # ends the answer
+    think: tuple[int, int] | None = None  # opens and closes a thought
+    think_text: tuple[str, str] = THINK_TOKENS
+
+    def opens_thought(self, prompt_ids: Sequence[int]) -> bool:
+        """Whether the header at the end of a prompt leaves a thought open. Text of the user, before it, can't."""
+        return self._last_mark(prompt_ids) == 0
+
+    def expects_thought(self, prompt_ids: Sequence[int]) -> bool:
+        """Whether the target may still think: not if the header at the end of the prompt has opened a thought and closed it."""
+        return self._last_mark(prompt_ids) != 1
+
+    def _last_mark(self, prompt_ids: Sequence[int]) -> int | None:
+        tail = prompt_ids[len(prompt_ids) - len(self.header) :]
+        return next((self.think.index(token) for token in reversed(tail) if token in self.think), None) if self.think else None
+
+
+def read_answer_form(tokenizer: Any, think_tokens: Sequence[str | int] | None = None) -> AnswerForm:
+    """Read from the target's template how an answer begins and ends, by rendering a conversation of marks.
+
+    Args:
+        think_tokens: the two tokens around a thought, by name or id; None takes <think> and </think> if the vocabulary has them.
+
+    Raises:
+        TargetError: `think_tokens` are not two single tokens of the vocabulary.
+    """
+    asked = [{"role": "user", "content": USER_MARK}]
+    before = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=False)
+    prompt = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+    answered = tokenizer.apply_chat_template([*asked, {"role": "assistant", "content": ANSWER_MARK}], tokenize=False, add_generation_prompt=False)
+    header = _encode(tokenizer, prompt[len(before) :]) if prompt.startswith(before) else []
+    ending = _encode(tokenizer, answered.partition(ANSWER_MARK)[2])
+    think = [_token_id(tokenizer, token) for token in think_tokens or THINK_TOKENS]
+    if think_tokens is not None and (len(think) != 2 or None in think):
+        raise TargetError(
+            f"think_tokens={list(think_tokens)} are not two tokens of the target's vocabulary: give the names or ids that open and close a thought."
+        )
+    first, last = think[0], think[-1]
+    end_id = ending[0] if ending else tokenizer.eos_token_id
+    if first is None or last is None:
+        return AnswerForm(tuple(header), end_id)
+    return AnswerForm(tuple(header), end_id, (first, last), (tokenizer.decode([first]), tokenizer.decode([last])))
+
+
+def rebuild_completion(
+    tokenizer: Any, form: AnswerForm, prompt_ids: Sequence[int], reasoning: str | None, content: str | None, finish_reason: str
+) -> list[int]:
+    """Ids of an answer that a server gave as text alone: one open think token and one close around its thought, the end token behind it.
+
+    The open one is left out if the prompt ends with it, the close one if the answer was cut inside its thought. A thought that the server left in
+    `content` is found by its close token. Text that looks like a special token stays text.
+
+    Raises:
+        TargetError: there is a thought, and the target's think tokens are not known.
+    """
+    opened = form.opens_thought(prompt_ids)
+    if not reasoning and content and form.think:
+        reasoning, content = _split_thought(content, form, opened and finish_reason == "length")
+    ids: list[int] = []
+    if reasoning or opened:
+        if form.think is None:
+            raise TargetError("the server returns thoughts, and the vocabulary has no <think> and </think>: name the two tokens in engine.think_tokens.")
+        ids += ([] if opened else [form.think[0]]) + _encode_plain(tokenizer, reasoning or "", form)
+        if content or finish_reason == "stop":
+            ids.append(form.think[1])
+    ids += _encode_plain(tokenizer, content or "", form)
+    return [*ids, form.end_id] if finish_reason == "stop" else ids
+
+
+def _split_thought(content: str, form: AnswerForm, cut_inside: bool) -> tuple[str | None, str | None]:
+    """The thought and the rest of a text that may still hold both."""
+    opening, closing = form.think_text
+    thought, closed, rest = content.partition(closing)
+    if not closed and not cut_inside and not content.lstrip().startswith(opening):
+        return None, content
+    return (thought.lstrip().removeprefix(opening) if thought.lstrip().startswith(opening) else thought), rest if closed else None
+
+
+def _encode(tokenizer: Any, text: str) -> list[int]:
+    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return ids
+
+
+def _encode_plain(tokenizer: Any, text: str, form: AnswerForm) -> list[int]:
+    """Ids of text in which the names of special tokens are ordinary characters."""
+    pieces = [text]
+    for name in form.think_text if form.think else ():  # often added tokens that are not special, so they are broken up by hand
+        within = f"(?<={re.escape(name[:1])})(?={re.escape(name[1:])})"
+        pieces = [half for piece in pieces for half in re.split(within, piece)]
+    return [token for piece in pieces if piece for token in tokenizer(piece, add_special_tokens=False, split_special_tokens=True)["input_ids"]]
+
+
+def _token_id(tokenizer: Any, token: str | int) -> int | None:
+    """The id of a token given by name or id, or None if the vocabulary has no such token."""
+    if isinstance(token, int):
+        return token if 0 <= token < len(tokenizer) else None
+    found: int | None = tokenizer.convert_tokens_to_ids(token)
+    return found if found is not None and tokenizer.convert_ids_to_tokens(found) == token else None
 
 
 def to_row(answer: Answer, category: str = "") -> Row:

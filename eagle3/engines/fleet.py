@@ -1,0 +1,90 @@
+"""Which of several servers gets the next request, which of them is out of rotation, and when it is no use to go on."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from eagle3.errors import EngineError
+
+log = logging.getLogger(__name__)
+
+OUT_AFTER = 5  # failures in a row take a server out of rotation
+TRY_AGAIN_S = 10.0  # one request in this time finds out whether it is back
+MAX_FAILURES_IN_A_ROW = 20  # over all servers, before the run is given up
+
+
+@dataclass(eq=False)
+class Fault(Exception):
+    """One attempt that brought no answer."""
+
+    kind: str
+    message: str
+    may_pass: bool = True
+    retry_after_s: float | None = None
+    is_servers: bool = False  # speaks against the server, not against the prompt or the moment
+
+
+@dataclass
+class Server:
+    url: str
+    in_flight: int = 0
+    num_sent: int = 0
+    num_failed: int = 0  # in a row
+    try_again_at: float = 0.0  # out of rotation until then
+    client: Any = None
+    provenance: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_out(self) -> bool:
+        return self.num_failed >= OUT_AFTER
+
+
+class Fleet:
+    """Chooses a server for each attempt, and knows when it is no use to go on."""
+
+    def __init__(self, servers: list[Server], patience_s: float) -> None:
+        self.servers, self.patience_s = servers, patience_s
+        self.num_failed = 0  # in a row, over all servers
+        self.last_answer = -math.inf
+
+    async def choose(self) -> Server:
+        """The least busy server in rotation, or one that is due to be tried again; waits while there is none."""
+        while True:
+            now = time.monotonic()
+            usable = [server for server in self.servers if not server.is_out or server.try_again_at <= now]
+            if usable:
+                server = min(usable, key=lambda server: (server.in_flight, server.num_sent))
+                server.try_again_at = now + TRY_AGAIN_S
+                server.in_flight += 1
+                server.num_sent += 1
+                return server
+            await asyncio.sleep(0.1)
+
+    def answered(self, server: Server) -> None:
+        server.num_failed = self.num_failed = 0
+        self.last_answer = time.monotonic()
+
+    def failed(self, server: Server, fault: Fault, is_last: bool) -> None:
+        """Count a failed attempt.
+
+        Raises:
+            EngineError: all servers are out, or nothing but failures came for long, and that since the start or for `patience_s`.
+        """
+        if fault.is_servers:
+            server.num_failed += 1
+            if server.num_failed == OUT_AFTER:
+                server.try_again_at = time.monotonic() + TRY_AGAIN_S
+                log.warning("%s is left out after %d failures in a row (%s: %s)", server.url, OUT_AFTER, fault.kind, fault.message)
+        if fault.is_servers or is_last:
+            self.num_failed += 1
+        is_broken = self.num_failed >= MAX_FAILURES_IN_A_ROW or all(server.is_out for server in self.servers)
+        if is_broken and time.monotonic() - self.last_answer >= self.patience_s:
+            raise EngineError(
+                f"{self.num_failed} attempts in a row failed, the last at {server.url} with {fault.kind}: {fault.message}. "
+                "Mend the server and run again: what is answered is kept."
+            )
