@@ -55,11 +55,17 @@ def _kl_div(logits_CV: Tensor, teacher_CV: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def head_loss(states_SH: Tensor, weight_VH: Tensor, teacher_SV: Tensor, label_S: Tensor, loss: LossGradient) -> tuple[Tensor, Tensor]:
-    """Sum of the loss over S tokens, and how many of their greedy drafts equal `label_S` (-1: a token the drafter can't propose).
+    """Sum of the loss over S tokens, and how many of their greedy drafts are `label_S` (-1: a token the drafter can't propose).
 
     The matmuls run in `teacher_SV`'s type. Gradients go to `states_SH`, and to `weight_VH` if it is trained.
     """
     return cast(tuple[Tensor, Tensor], _HeadLoss.apply(states_SH, weight_VH, teacher_SV, label_S, loss))
+
+
+def _num_greedy(logits_CV: Tensor, label_C: Tensor) -> Tensor:
+    """How many labels have the highest logit. Not by argmax, which costs more than the loss on a CPU; ties, which only bf16 has, count as matches."""
+    label_logit = logits_CV.gather(1, label_C.clamp(min=0)[:, None]).squeeze(1)
+    return ((label_logit == logits_CV.amax(dim=-1)) & (label_C >= 0)).sum()
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -79,7 +85,7 @@ class _HeadLoss(torch.autograd.Function):
             if weight_grad is not None:
                 weight_grad += gradient_CV.T @ chunk_CH
             total += loss_C.sum()
-            matches += (logits_CV.argmax(dim=-1) == labels[span]).sum()
+            matches += _num_greedy(logits_CV, labels[span])
         ctx.save_for_backward(states_grad, *([] if weight_grad is None else [weight_grad]))
         ctx.mark_non_differentiable(matches)
         return total, matches

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
 # Needs no accelerator; our own forward never calls it, speculators' (the reference in tests) does.
 _ATTENTION = "sdpa"
+# speculators adds its own config.py.
+_CHECKPOINT_SUFFIXES = (".json", ".safetensors", ".py")
 # Copied from the target whenever a drafter is made or loaded, never saved.
 _TARGET_OWNED = ("verifier_norm.weight", "verifier_lm_head.weight")
 
@@ -84,13 +87,19 @@ def new_drafter(
 def save_drafter(drafter: Eagle3DraftModel, folder: Path) -> None:
     """Write a checkpoint that appears under its name only when complete: weights with embeddings, head, d2t and t2d, and config.json.
 
+    A drafter saved there before is replaced.
+
     Raises:
-        DrafterError: `folder` exists and is not empty.
+        DrafterError: `folder` holds something else.
     """
-    if folder.exists() and any(folder.iterdir()):
-        raise DrafterError(f"{folder} is not empty; a drafter is saved to a folder of its own.")
+    foreign = [path.name for path in folder.glob("*") if path.suffix not in _CHECKPOINT_SUFFIXES]
+    if foreign:
+        raise DrafterError(f"{folder} holds {foreign[0]}, which is no part of a drafter; save to a folder of its own.")
     staging = folder.with_name(folder.name + ".partial")
-    drafter.save_pretrained(staging)
+    with _quiet():
+        drafter.save_pretrained(staging)
+    if folder.exists():
+        shutil.rmtree(folder)
     staging.replace(folder)
 
 
@@ -159,9 +168,12 @@ def _refuse_nan(weights: dict[str, Tensor], where: str) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence what speculators says of normal cases: one weight file, tied embeddings, a target without a dense MLP."""
+    """Silence what speculators says of normal cases (one weight file, tied embeddings, a target without a dense MLP) and transformers' progress bars."""
     from loguru import logger
+    from transformers.utils import logging
 
+    had_bar = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
     logger.disable("speculators")
     try:
         with warnings.catch_warnings():
@@ -169,3 +181,5 @@ def _quiet() -> Iterator[None]:
             yield
     finally:
         logger.enable("speculators")
+        if had_bar:
+            logging.enable_progress_bar()

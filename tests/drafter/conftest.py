@@ -31,7 +31,9 @@ def target_path(tmp_path_factory: pytest.TempPathFactory) -> str:
         tie_word_embeddings=True,
     )
     folder = tmp_path_factory.mktemp("target")
-    LlamaForCausalLM(config).save_pretrained(folder)
+    target = LlamaForCausalLM(config)
+    torch.nn.init.uniform_(target.model.norm.weight, 0.5, 1.5)
+    target.save_pretrained(folder)
     return str(folder)
 
 
@@ -42,14 +44,14 @@ def vocabulary() -> VocabularyMap:
 
 @pytest.fixture
 def make_drafter(target_path: str, vocabulary: VocabularyMap) -> Callable[..., Any]:
-    """Build a drafter whose norms and biases are not at their neutral start, so that a forgotten one shows."""
+    """Build a drafter whose norms are not at their neutral start, so that a forgotten one shows."""
 
     def make(**settings: Any) -> Any:
         drafter = new_drafter(target_path, AUX_LAYERS, vocabulary, **settings)
         generator = torch.Generator().manual_seed(2)
         with torch.no_grad():
             for name, parameter in drafter.named_parameters():
-                scale = 0.3 if "norm" in name else 0.1
+                scale = parameter.requires_grad * (0.3 if "norm" in name else 0.1)
                 parameter.add_(scale * torch.randn(parameter.shape, generator=generator))
         return drafter
 
