@@ -6,12 +6,63 @@ Shapes: `B` rows of a batch, `L` row length, `A` auxiliary layers, `H` hidden.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from eagle3.config import CaptureConfig
+from eagle3.conversation import Row
 from eagle3.errors import CaptureError
+from eagle3.hidden_states import StateReader, StateWriter
+from eagle3.progress import progress
+
+NUM_CHECKED_ROWS = 64
+
+
+def capture_rows(
+    rows: Sequence[Row], new_model: Callable[[], Any], folder: Path, config: CaptureConfig, aux_layers: Sequence[int], name: str
+) -> dict[str, Any]:
+    """Capture the states of those rows that `folder` has none of, then check what lies there against the target's own head.
+
+    Args:
+        new_model: gives the target; called only if there is something to do.
+
+    Returns:
+        rows, tokens and bytes of all rows asked for; captured_now; head_agreement, the share of the answers' tokens that the head finds in the final states.
+
+    Raises:
+        CaptureError: states that are not finite, or not those of the target's last layer.
+    """
+    reader = StateReader(folder)
+    missing = [row for row in rows if row.id not in reader]
+    model = new_model()
+    if missing:
+        writer = StateWriter(folder, [*aux_layers, model.config.get_text_config().num_hidden_layers], config.shard_bytes)
+        capture = TransformersCapture(model, aux_layers, config.batch_tokens)
+        with progress(name, len(missing), "rows") as update:
+            for done, (index, states) in enumerate(capture.states([row.input_ids for row in missing], [row.id for row in missing]), 1):
+                writer.append(missing[index].id, missing[index].input_ids, states)
+                update(done, "")
+        writer.flush()
+        reader = StateReader(folder)
+    agreement = _agreement(rows[:: max(len(rows) // NUM_CHECKED_ROWS, 1)], reader, model)
+    if agreement < config.min_head_agreement:
+        raise CaptureError(
+            f"the target's head finds only {agreement:.1%} of the answers' tokens in the captured final states, less than capture.min_head_agreement="
+            f"{config.min_head_agreement:.0%}: they are not from its last layer, or the answers are another model's; delete {folder} and capture again."
+        )
+    tokens = sum(len(row.input_ids) for row in rows)
+    num_bytes = tokens * (len(aux_layers) + 1) * model.config.get_text_config().hidden_size * 2
+    return {"rows": len(rows), "tokens": tokens, "bytes": num_bytes, "captured_now": len(missing), "head_agreement": agreement}
+
+
+def _agreement(rows: Sequence[Row], reader: StateReader, model: Any) -> float:
+    """Head agreement over some rows (CASES: TorchSpec#87, vllm#46788, where the layer before the last was captured)."""
+    norm, head = model.get_decoder().norm, model.get_output_embeddings()
+    shares = [head_agreement(reader.read(row.id, row.input_ids), row.input_ids, row.loss_mask, norm, head) for row in rows]
+    return sum(shares) / len(shares)
 
 
 class TransformersCapture:

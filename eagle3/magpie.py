@@ -13,7 +13,7 @@ from eagle3.progress import progress
 from eagle3.prompts import Prompt, new_prompt
 from eagle3.store import KeyedLog
 
-CHUNK = 256  # prompts written at once
+CHUNK = 128  # prompts written at once: enough to fill a batch, few enough that a small run writes few in vain
 MARK = "\u241fMAGPIE\u241f"
 
 

@@ -21,6 +21,7 @@ from eagle3.progress import console, duration
 from eagle3.prompts import Selection, load_prompts, read_prompts, select, write_prompts
 from eagle3.store import Artifact, KeyedLog, Store, file_digest, signature, write_json
 from eagle3.tracking import StageTracker, Tracker, read_metrics
+from eagle3.training import remove_checkpoints
 
 if TYPE_CHECKING:
     from eagle3.engines import Engine, Sampling
@@ -188,8 +189,9 @@ class Pipeline:
             from eagle3.capture import capture_rows
 
             path = self.store.pool("states", pool_signature)
+            held = list(load_rows(rows.path / "rows.jsonl"))
             with self.store.lock(path, _say_waiting):
-                facts = capture_rows(list(load_rows(rows.path / "rows.jsonl")), self._model, path, self.aux_layers, self.config.capture, f"capture {split}")
+                facts: dict[str, Any] = capture_rows(held, lambda: self._model, path, self.config.capture, self.aux_layers, f"capture {split}")
             track.log({f"capture/{key}": value for key, value in facts.items()})
             return facts | {"pool": pool_signature}
 
@@ -204,7 +206,9 @@ class Pipeline:
         def make(folder: Path, track: StageTracker) -> dict[str, Any]:
             return train(section, self.target, load_rows(rows.path / "rows.jsonl"), self.store.pool("states", states.facts["pool"]), folder, track)
 
-        return self._ensure("train", result_settings(section), inputs, make)
+        drafter = self._ensure("train", result_settings(section), inputs, make)
+        remove_checkpoints(drafter.path)
+        return drafter
 
     def evaluate(self, rows: Artifact, states: Artifact, drafter: Artifact) -> Artifact:
         section, baseline = self.config.evaluation, self.config.baseline

@@ -20,6 +20,7 @@ from eagle3.drafter.ttt import ttt_loss
 from eagle3.errors import TrainingError
 from eagle3.evaluation.drafter import replay_drafter
 from eagle3.hidden_states import StateReader
+from eagle3.training import BEST_FILE, CHECKPOINT_FILE
 from eagle3.training.batches import CompactRow, epoch_steps, load_batch, micro_batches
 
 log = logging.getLogger(__name__)
@@ -124,7 +125,7 @@ class Trainer:
         length = self._acceptance_length(self.model)
         if length > self.progress.best_acceptance_length:
             self.progress.best_acceptance_length, self.progress.best_epoch = length, self.progress.epoch
-            save_atomically(self._trained_weights(), self.folder / "best.pt")
+            save_atomically(self._trained_weights(), self.folder / BEST_FILE)
         self.progress.epoch += 1
         self.progress.step_in_epoch = 0
         metrics = {"step": self.progress.step, "epoch": self.progress.epoch, "val/acceptance_length": length}
@@ -134,7 +135,7 @@ class Trainer:
 
     def _finish(self) -> dict[str, Any]:
         """Save the best drafter, then prove that what was saved is what was measured: reload it and replay it again."""
-        self.model.load_state_dict(torch.load(self.folder / "best.pt", weights_only=True), strict=False)
+        self.model.load_state_dict(torch.load(self.folder / BEST_FILE, weights_only=True), strict=False)
         save_drafter(self.model, self.folder / "drafter")
         reloaded = self._acceptance_length(load_drafter(self.folder / "drafter").to(self.device))
         best = self.progress.best_acceptance_length
@@ -164,21 +165,15 @@ class Trainer:
 
     def _save_checkpoint(self) -> None:
         state = {"weights": self._trained_weights(), "optimizer": self.optimizer.state_dict(), "progress": vars(self.progress)}
-        save_atomically(state, self.folder / "checkpoint.pt")
+        save_atomically(state, self.folder / CHECKPOINT_FILE)
 
     def _load_checkpoint(self) -> None:
-        path = self.folder / "checkpoint.pt"
+        path = self.folder / CHECKPOINT_FILE
         if path.exists():
             state = torch.load(path, weights_only=True, map_location=self.device)
             self.model.load_state_dict(state["weights"], strict=False)
             self.optimizer.load_state_dict(state["optimizer"])
             self.progress = Progress(**state["progress"])
-
-
-def remove_checkpoints(folder: Path) -> None:
-    """Remove what only a resumed run would need; called when the stage is finished."""
-    for leftover in ("best.pt", "checkpoint.pt"):
-        (folder / leftover).unlink(missing_ok=True)
 
 
 def lr_scale(step: int, num_steps: int, warmup_ratio: float) -> float:

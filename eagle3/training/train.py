@@ -50,7 +50,8 @@ def train(config: TrainingConfig, target: TargetInfo, rows: Iterable[Row], state
     trainer = Trainer(config, model.to(pick_device(config.device)), kept, validation, reader, folder)
     with progress("train", trainer.num_steps, "steps") as update:
         facts = trainer.run(track.log, lambda step: update(step, trainer.note()))
-    return facts | {"validation_coverage": coverage(vocabulary, validation), "left_out_rows": len(compacted) - len(kept)}
+    num_bytes = sum(file.stat().st_size for file in (folder / "drafter").iterdir())
+    return facts | {"bytes": num_bytes, "validation_coverage": coverage(vocabulary, validation), "left_out_rows": len(compacted) - len(kept)}
 
 
 def pick_device(name: str) -> torch.device:
