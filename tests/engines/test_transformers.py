@@ -91,8 +91,8 @@ def test_a_sampled_answer_depends_on_its_request_and_the_seed_alone(tiny_model: 
     for request in requests[:4]:
         assert sampled([request]) == {request.prompt_id: together[request.prompt_id]}
     assert sampled(requests, seed=4) != together
-    same_words = [Request(name, turn, [5, 6]) for name, turn in (("a", 0), ("b", 0), ("c", 1))]
-    assert len({tuple(ids) for ids in sampled(same_words).values()}) == 3
+    same_words = [[Request(name, turn, [5, 6])] for name, turn in (("a", 0), ("b", 0), ("a", 1))]
+    assert len({tuple(ids) for one in same_words for ids in sampled(one).values()}) == 3
 
 
 @pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.7, 0.8), (1.5, 0.35)])
