@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +14,8 @@ log = logging.getLogger(__name__)
 
 OUT_AFTER = 5  # failures in a row take a server out of rotation
 TRY_AGAIN_S = 10.0  # one request in this time finds out whether it is back
-MAX_FAILURES_IN_A_ROW = 20  # over all servers, before the run is given up
+START_PATIENCE_S = 30.0  # all servers out, and not one answer yet
+MAX_LOST_IN_A_ROW = 20  # prompts, beyond those in flight, whose turn may still come out well
 
 
 @dataclass(eq=False)
@@ -49,13 +49,15 @@ class Fleet:
 
     def __init__(self, servers: list[Server], patience_s: float) -> None:
         self.servers, self.patience_s = servers, patience_s
-        self.num_failed = 0  # in a row, over all servers
-        self.last_answer = -math.inf
+        self.num_lost = 0  # prompts that failed for good since the last answer
+        self.last_sign: float | None = None  # when the last answer came, before it the first attempt
+        self.has_answered = False
 
     async def choose(self) -> Server:
         """The least busy server in rotation, or one that is due to be tried again; waits while there is none."""
         while True:
             now = time.monotonic()
+            self.last_sign = self.last_sign or now
             usable = [server for server in self.servers if not server.is_out or server.try_again_at <= now]
             if usable:
                 server = min(usable, key=lambda server: (server.in_flight, server.num_sent))
@@ -66,25 +68,27 @@ class Fleet:
             await asyncio.sleep(0.1)
 
     def answered(self, server: Server) -> None:
-        server.num_failed = self.num_failed = 0
-        self.last_answer = time.monotonic()
+        server.num_failed = self.num_lost = 0
+        self.last_sign, self.has_answered = time.monotonic(), True
 
     def failed(self, server: Server, fault: Fault, is_last: bool) -> None:
-        """Count a failed attempt.
+        """Count a failed attempt, the last one of its prompt or not.
 
         Raises:
-            EngineError: all servers are out, or nothing but failures came for long, and that since the start or for `patience_s`.
+            EngineError: all servers have been out for longer than there is patience for, or prompt after prompt is lost.
         """
         if fault.is_servers:
             server.num_failed += 1
             if server.num_failed == OUT_AFTER:
                 server.try_again_at = time.monotonic() + TRY_AGAIN_S
                 log.warning("%s is left out after %d failures in a row (%s: %s)", server.url, OUT_AFTER, fault.kind, fault.message)
-        if fault.is_servers or is_last:
-            self.num_failed += 1
-        is_broken = self.num_failed >= MAX_FAILURES_IN_A_ROW or all(server.is_out for server in self.servers)
-        if is_broken and time.monotonic() - self.last_answer >= self.patience_s:
-            raise EngineError(
-                f"{self.num_failed} attempts in a row failed, the last at {server.url} with {fault.kind}: {fault.message}. "
-                "Mend the server and run again: what is answered is kept."
-            )
+        self.num_lost += is_last
+        silent_s = time.monotonic() - (self.last_sign or 0.0)
+        patience_s = self.patience_s if self.has_answered else min(self.patience_s, START_PATIENCE_S)
+        if all(server.is_out for server in self.servers) and silent_s >= patience_s:
+            reason = f"no server has answered for {silent_s:.0f} s"
+        elif self.num_lost >= MAX_LOST_IN_A_ROW + sum(server.in_flight for server in self.servers):
+            reason = f"{self.num_lost} prompts failed in a row"
+        else:
+            return
+        raise EngineError(f"{reason}; the last failure, at {server.url}, was {fault.kind}: {fault.message}. Mend it and run again: what is answered is kept.")
