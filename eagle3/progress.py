@@ -23,7 +23,7 @@ def progress(description: str, total: int, unit: str) -> Iterator[Callable[[int,
         return
     began = last = time.monotonic()
 
-    def update_line(done: int, note: str = "") -> None:
+    def update_line(done: int, note: str) -> None:
         nonlocal last
         now = time.monotonic()
         if now - last >= LINE_EVERY_S and 0 < done < total:
@@ -48,7 +48,11 @@ def _bar(description: str, total: int) -> Iterator[Callable[[int, str], None]]:
     )
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task(description, total=total, note="")
-        yield lambda done, note="": bar.update(task, completed=done, note=note)
+
+        def update(done: int, note: str) -> None:
+            bar.update(task, completed=done, note=note)
+
+        yield update
 
 
 def duration(seconds: float) -> str:

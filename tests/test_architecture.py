@@ -38,7 +38,8 @@ def test_only_the_modules_meant_for_it_import_a_library(path: Path) -> None:
 
 
 def test_the_command_line_imports_nothing_heavy_before_it_works() -> None:
-    code = "import sys, eagle3.cli, eagle3.config; eagle3.config.register(); print([m for m in ('torch', 'transformers', 'wandb', 'speculators') if m in sys.modules])"
+    heavy = ("torch", "transformers", "wandb", "speculators")
+    code = f"import sys, eagle3.cli, eagle3.config; eagle3.config.register(); print([name for name in {heavy} if name in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
 
 

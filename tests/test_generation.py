@@ -70,10 +70,11 @@ def test_every_turn_ends_in_exactly_one_bin(tmp_path_factory: pytest.TempPathFac
         return _says("long answer" if kind == "cut" else kind, "length" if kind == "cut" else "stop")(request)
 
     facts, rows = _run(prompts, Engine(reply), tmp_path_factory.mktemp("run"), min_completion_tokens=5, truncated=truncated)
+    kept = ("long answer", "cut") if truncated == "keep" else ("long answer",)
     assert facts["turns"] == len(prompts) == facts["kept"] + facts["too_short"] + facts["truncated_dropped"] + facts["failed"]
     assert facts["failed"] == fates.count("fails") and facts["too_short"] == fates.count("x")
     assert facts["truncated_dropped"] + facts["truncated_kept"] == fates.count("cut")
-    assert [row.prompt_id for row in rows] == [prompt.id for prompt in prompts if fate[prompt.id] in (["long answer", "cut"] if truncated == "keep" else ["long answer"])]
+    assert [row.prompt_id for row in rows] == [prompt.id for prompt in prompts if fate[prompt.id] in kept]
 
 
 def test_what_is_answered_is_not_asked_again_and_what_failed_is(tmp_path: Path) -> None:
@@ -91,7 +92,11 @@ def test_turns_are_answered_one_by_one_on_the_targets_own_words(tmp_path: Path) 
     prompts = _prompts(["hello", "and then?"], ["single"])
     facts, rows = _run(prompts, Engine(_says("reply")), tmp_path)
     texts = {row.id: "".join(map(chr, row.input_ids)) for row in rows}
-    assert texts == {f"{prompts[0].id}-0": "<u>hello<a>reply", f"{prompts[0].id}-1": "<u>hello<a>reply<u>and then?<a>reply", f"{prompts[1].id}-0": "<u>single<a>reply"}
+    assert texts == {
+        f"{prompts[0].id}-0": "<u>hello<a>reply",
+        f"{prompts[0].id}-1": "<u>hello<a>reply<u>and then?<a>reply",
+        f"{prompts[1].id}-0": "<u>single<a>reply",
+    }
     assert all(sum(row.loss_mask) == len("reply") for row in rows)
     assert facts["turns"] == 3
 
