@@ -211,13 +211,13 @@ class OpenAIEngine:
 
         if isinstance(error, Fault):
             return error
-        if isinstance(error, TimeoutError | openai.APITimeoutError):
+        if isinstance(error, TimeoutError):
             return Fault("timeout", f"no whole answer within {self.timeout_s:g} s", is_servers=True)
         if isinstance(error, openai.APIStatusError):
             status = error.status_code
             wait = _retry_after(error.response.headers.get("retry-after"))
             return Fault(f"http_{status}", self._message(error), status in RETRIED_STATUSES or status >= 500, wait, is_servers=status >= 500)
-        if isinstance(error, openai.APIConnectionError):
+        if isinstance(error, openai.APIConnectionError):  # its time-outs are those of connecting
             return Fault("connection", str(error.__cause__ or error) or "the connection broke", is_servers=True)
         raise error
 
@@ -233,7 +233,9 @@ class OpenAIEngine:
         import openai
 
         timeout = openai.Timeout(None, connect=30.0)  # the deadline is ours, and total
-        http = openai.DefaultAsyncHttpxClient(timeout=timeout, limits=httpx2.Limits())  # as many connections as requests
+        # This transport costs half the default one's time per request. A connection idle for longer than 2 s may be closed by the server any moment.
+        limits = httpx2.Limits(max_connections=2 * self.concurrency, keepalive_expiry=2.0)
+        http = openai.DefaultAioHttpClient(timeout=timeout, limits=limits)
         return openai.AsyncOpenAI(base_url=url, api_key=os.environ.get(self.api_key_env) or "none", max_retries=0, timeout=timeout, http_client=http)
 
     async def _preflight(self) -> None:
