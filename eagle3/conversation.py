@@ -58,6 +58,7 @@ class Row:
     input_ids: list[int]
     loss_mask: list[int]
     category: str = ""
+    provenance: dict[str, Any] = field(default_factory=dict)  # of its answer: engine, server, sampling, whether the ids are exact
 
 
 def encode_turn(tokenizer: Any, messages: Sequence[dict[str, str]]) -> list[int]:
@@ -65,12 +66,6 @@ def encode_turn(tokenizer: Any, messages: Sequence[dict[str, str]]) -> list[int]
     text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
     ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
     return ids
-
-
-def answer_text(tokenizer: Any, answer: Answer) -> str:
-    """The text of an answer, as the next turn of the conversation will show it to the target."""
-    text: str = tokenizer.decode(answer.completion_ids, skip_special_tokens=True)
-    return text
 
 
 def answer_message(tokenizer: Any, answer: Answer, form: AnswerForm) -> dict[str, str]:
@@ -187,9 +182,9 @@ def _encode_plain(tokenizer: Any, text: str, form: AnswerForm) -> list[int]:
 
 
 def _token_id(tokenizer: Any, token: str | int) -> int | None:
-    """The id of a token given by name or id, or None if the vocabulary has no such token."""
-    if isinstance(token, int):
-        return token if 0 <= token < len(tokenizer) else None
+    """The id of a token given by name or id (as a number or in digits), or None if the vocabulary has no such token."""
+    if isinstance(token, int) or token.isdigit():
+        return int(token) if int(token) < len(tokenizer) else None
     found: int | None = tokenizer.convert_tokens_to_ids(token)
     return found if found is not None and tokenizer.convert_ids_to_tokens(found) == token else None
 
@@ -203,6 +198,7 @@ def to_row(answer: Answer, category: str = "") -> Row:
         input_ids=[*answer.prompt_ids, *answer.completion_ids],
         loss_mask=[0] * len(answer.prompt_ids) + [1] * len(answer.completion_ids),
         category=category,
+        provenance=answer.provenance,
     )
 
 

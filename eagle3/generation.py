@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from eagle3.conversation import Answer, Failure, Request, Row, answer_text, encode_turn, row_id, to_row
+from eagle3.conversation import Answer, Failure, Request, Row, answer_message, encode_turn, read_answer_form, row_id, to_row
 from eagle3.engines import Engine
 from eagle3.errors import DataError, EngineError
 from eagle3.progress import progress
@@ -37,6 +37,7 @@ def generate(
     *,
     min_completion_tokens: int,
     truncated: str,
+    think_tokens: Sequence[str | int] | None = None,
 ) -> dict[str, Any]:
     """Answer what the pool has no answer for, then write the rows of all `prompts` to `path`.
 
@@ -62,14 +63,19 @@ def generate(
                 update(done, f"{rate:.0f} tokens/s, {counts['failed_now']} failed")
                 track.log({"step": done, "generate/answered": counts["answered_now"], "generate/failed": counts["failed_now"], "generate/tokens_per_s": rate})
 
-            failures = asyncio.run(answer_prompts(missing, new_engine(), new_tokenizer(), pool, advance))
+            failures = asyncio.run(answer_prompts(missing, new_engine(), new_tokenizer(), pool, advance, think_tokens))
         for kind, number in failures.items():
             log.warning("%s: %d turns failed with %s; the next run that needs them tries again", name, number, kind)
     return collect_rows(prompts, pool, path, min_completion_tokens, truncated) | {"answered_now": counts["answered_now"]}
 
 
 async def answer_prompts(
-    prompts: Sequence[Prompt], engine: Engine, tokenizer: Any, pool: KeyedLog, progress: Callable[[Answer | Failure], None]
+    prompts: Sequence[Prompt],
+    engine: Engine,
+    tokenizer: Any,
+    pool: KeyedLog,
+    progress: Callable[[Answer | Failure], None],
+    think_tokens: Sequence[str | int] | None = None,
 ) -> Counter[str]:
     """Answer what the pool has no answer for, turn by turn on the target's own words; each answer is in the pool before the next is awaited.
 
@@ -82,7 +88,8 @@ async def answer_prompts(
     failures: Counter[str] = Counter()
     num_answered = 0
     for turn in range(max((len(prompt.user_turns) for prompt in prompts), default=0)):
-        requests = [request for prompt in prompts if (request := _next_request(prompt, turn, tokenizer, pool)) is not None]
+        # A generator, so that prompts are rendered as the engine takes them and never lie in memory all at once.
+        requests = (request for prompt in prompts if (request := _next_request(prompt, turn, tokenizer, pool, think_tokens)) is not None)
         async for outcome in engine.answer(requests):
             progress(outcome)
             if isinstance(outcome, Answer):
@@ -95,17 +102,16 @@ async def answer_prompts(
     return failures
 
 
-def _next_request(prompt: Prompt, turn: int, tokenizer: Any, pool: KeyedLog) -> Request | None:
+def _next_request(prompt: Prompt, turn: int, tokenizer: Any, pool: KeyedLog, think_tokens: Sequence[str | int] | None) -> Request | None:
     """The request for one turn, or None if the prompt has no such turn, its answer is there, or an earlier turn has none."""
     if turn >= len(prompt.user_turns) or row_id(prompt.id, turn) in pool or (turn and row_id(prompt.id, turn - 1) not in pool):
         return None
-    earlier = [answer_text(tokenizer, _read(pool, row_id(prompt.id, past))) for past in range(turn)]
     messages = [message for message in prompt.messages if message["role"] == "system"]
     for past, text in enumerate(prompt.user_turns[: turn + 1]):
         messages.append({"role": "user", "content": text})
         if past < turn:
-            messages.append({"role": "assistant", "content": earlier[past]})
-    return Request(prompt.id, turn, encode_turn(tokenizer, messages))
+            messages.append(answer_message(tokenizer, _read(pool, row_id(prompt.id, past)), read_answer_form(tokenizer, think_tokens)))
+    return Request(prompt.id, turn, encode_turn(tokenizer, messages), tuple(messages))
 
 
 def _read(pool: KeyedLog, key: str) -> Answer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -35,39 +36,87 @@ def new_prompt(messages: Iterable[Mapping[str, str]], category: str = "") -> Pro
 
 
 def read_prompts(path: str | Path) -> Iterator[Prompt]:
-    """Prompts of a JSONL file, one object a line, by its first field of: messages, conversations (ShareGPT), turns, question, prompt.
+    """Prompts of a local file: .jsonl (one object a line), .json or .parquet.
 
-    Answers found in the file are left out: rows hold the target's own. `category` is kept.
+    A row's first field of messages, conversations (ShareGPT), turns, question, prompt counts. Answers found in the file are left out: rows hold the
+    target's own. `category` is kept.
 
     Raises:
-        DataError: the file is missing or empty, or a line is not an object with text in one of these fields; the line is named.
+        DataError: the file is missing or empty, or a row has no text in one of these fields; the row is named.
     """
     file = Path(path).expanduser()
     if not file.is_file():
-        raise DataError(f"{path}: no such file; give dataset.path (or evaluation.path) the name of a JSONL file.")
+        raise DataError(f"{path}: no such file; give dataset.path (or evaluation.path) the name of a .jsonl, .json or .parquet file.")
+    records = _read_lines(file) if file.suffix not in (".json", ".parquet") else _read_table(file)
     empty = True
+    for where, record in records:
+        empty = False
+        yield _parse(record, f"{path}, {where}")
+    if empty:
+        raise DataError(f'{path} is empty: it needs rows, like {{"prompt": "..."}} on a line of a .jsonl file.')
+
+
+def _read_lines(file: Path) -> Iterator[tuple[str, Any]]:
     with file.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
-            if line.strip():
-                empty = False
-                yield _parse(line, f"{path}, line {number}")
-    if empty:
-        raise DataError(f'{path} is empty: it needs one JSON object a line, like {{"prompt": "..."}}.')
+            if not line.strip():
+                continue
+            try:
+                yield f"line {number}", json.loads(line)
+            except ValueError as error:
+                raise DataError(f"{file}, line {number}: not JSON ({error}); each line must be one JSON object.") from None
 
 
-def _parse(line: str, where: str) -> Prompt:
+def _read_table(file: Path) -> Iterator[tuple[str, Any]]:
+    import datasets
+
     try:
-        record = json.loads(line)
-    except ValueError as error:
-        raise DataError(f"{where}: not JSON ({error}); each line must be one JSON object.") from None
+        table = datasets.load_dataset(file.suffix[1:], data_files=str(file), split="train", streaming=True)
+        for number, record in enumerate(table, 1):
+            yield f"row {number}", record
+    except (ValueError, OSError, datasets.exceptions.DatasetsError) as error:
+        raise DataError(f"{file} can't be read as {file.suffix[1:]}: {_first_line(error)}.") from None
+
+
+def read_hub(name: str, subset: str | None, split: str, revision: str | None, streaming: bool, shuffle_seed: int | None) -> Iterator[Prompt]:
+    """Prompts of a dataset of the Hugging Face hub, in the row shapes of `read_prompts`; the token comes from HF_TOKEN or `hf auth login`.
+
+    Raises:
+        DataError: the dataset can't be had, or a row holds no text; the row is named.
+    """
+    import datasets
+
+    try:
+        table = datasets.load_dataset(name, subset, split=split, revision=revision, streaming=streaming)
+    except Exception as error:  # the hub's client raises errors of a dozen libraries
+        raise DataError(
+            f"dataset.path={name} can't be had from the hub ({_first_line(error)}): check the name, dataset.subset, dataset.split, the network and HF_TOKEN."
+        ) from None
+    if shuffle_seed is not None:
+        table = table.shuffle(seed=shuffle_seed)
+    for number, record in enumerate(table, 1):
+        yield _parse(record, f"{name}, row {number}")
+
+
+def shuffled(prompts: Iterable[Prompt], seed: int) -> list[Prompt]:
+    """The same prompts in an order that depends on the seed alone, so that the first N of it lie within the first 2 N."""
+    order = list(prompts)
+    random.Random(seed).shuffle(order)
+    return order
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def _parse(record: Any, where: str) -> Prompt:
     if not isinstance(record, dict):
         raise DataError(f'{where}: a JSON object is needed, not {type(record).__name__}; write {{"prompt": ...}}.')
     messages = _messages(record, where)
     if not any(message["role"] == "user" for message in messages):
-        raise DataError(
-            f"{where}: no text of a user; one of messages, conversations, turns, question or prompt must hold it (found: {', '.join(record) or 'nothing'})."
-        )
-    return new_prompt(messages, str(record.get("category", "")))
+        names = ", ".join(record) or "nothing"
+        raise DataError(f"{where}: no text of a user; one of messages, conversations, turns, question or prompt must hold it (found: {names}).")
+    return new_prompt(messages, str(record.get("category") or ""))
 
 
 def _messages(record: dict[str, Any], where: str) -> list[dict[str, str]]:

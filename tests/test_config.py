@@ -14,7 +14,14 @@ from eagle3.reference import reference
 
 CONF = Path(__file__).parents[1] / "conf"
 CHOICES = sorted(f"{path.parent.name}={path.stem}" for path in CONF.glob("*/*.yaml"))
-NEEDS = {"evaluation=large": ["generation=large"], "dataset=jsonl": ["dataset.path=prompts.jsonl"], "target=path": ["target.path=model"]}
+NEEDS = {
+    "evaluation=large": ["generation=large"],
+    "dataset=jsonl": ["dataset.path=prompts.jsonl"],
+    "dataset=file": ["dataset.path=prompts.parquet"],
+    "dataset=hub": ["dataset.path=org/name"],
+    "engine=openai": ["engine.base_urls=[http://host:1/v1]"],
+    "target=path": ["target.path=model"],
+}
 
 register()
 

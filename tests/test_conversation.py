@@ -35,10 +35,11 @@ def test_the_form_of_an_answer_is_read_from_the_template(smollm2_tokenizer: Any,
     assert smollm2_tokenizer.decode(form.header) == "<|im_start|>assistant\n"
     assert (form.end_id, form.think, form.think_text) == (END, (OPEN, CLOSE), ("<issue_start>", "<issue_closed>"))
     assert read_answer_form(smollm2_tokenizer, [OPEN, CLOSE]) == form  # by id, as one writes Kimi's 163606 and 163607
+    assert read_answer_form(smollm2_tokenizer, [str(OPEN), str(CLOSE)]) == form  # on a command line, ids are text
     assert read_answer_form(smollm2_tokenizer).think is None  # SmolLM2 has no <think>
 
 
-@pytest.mark.parametrize("tokens", [["<think>", "</think>"], [OPEN, 49_152], [OPEN], [-1, CLOSE]])
+@pytest.mark.parametrize("tokens", [["<think>", "</think>"], [OPEN, 49_152], [OPEN], ["-1", CLOSE]])
 def test_think_tokens_outside_the_vocabulary_are_refused(smollm2_tokenizer: Any, tokens: list[str | int]) -> None:
     with pytest.raises(TargetError, match="are not two tokens of the target's vocabulary"):
         read_answer_form(smollm2_tokenizer, tokens)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +37,8 @@ class Engine:
     def __init__(self, reply: Callable[[Request], Answer | Failure]) -> None:
         self.reply, self.asked = reply, list[str]()
 
-    async def answer(self, requests: Sequence[Request]) -> AsyncIterator[Answer | Failure]:
-        for request in reversed(requests):
+    async def answer(self, requests: Iterable[Request]) -> AsyncIterator[Answer | Failure]:
+        for request in reversed(list(requests)):
             self.asked.append(f"{request.prompt_id}-{request.turn}")
             yield self.reply(request)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -24,4 +24,4 @@ class Sampling:
 class Engine(Protocol):
     """Answers requests in any order; each request yields exactly one `Answer` or `Failure`."""
 
-    def answer(self, requests: Sequence[Request]) -> AsyncIterator[Answer | Failure]: ...
+    def answer(self, requests: Iterable[Request]) -> AsyncIterator[Answer | Failure]: ...

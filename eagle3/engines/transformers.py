@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -53,7 +53,7 @@ class TransformersEngine:
         self.batch_size, self.cache_tokens, self.prefill_tokens = batch_size, cache_tokens, prefill_tokens
         self.provenance = {"engine": "transformers", "dtype": str(model.dtype).removeprefix("torch.")}
 
-    async def answer(self, requests: Sequence[Request]) -> AsyncIterator[Answer | Failure]:
+    async def answer(self, requests: Iterable[Request]) -> AsyncIterator[Answer | Failure]:
         """Yield each request's answer as it ends. The event loop gets a turn after every decode step."""
         batch = _Batch(self.model, self.sampling, SlotCache(self.batch_size, self.cache_tokens), self.prefill_tokens)
         for request in requests:

@@ -17,7 +17,7 @@ VENV = Path(__file__).parents[2] / ".venv-vllm"
 def _settings(model: Path, *extra_args: str) -> ServerSettings:
     if not VENV.exists():
         pytest.skip(f"there is no {VENV.name}: run `make vllm`")
-    return ServerSettings(model, "smollm2", 2048, VENV, device="cpu", extra_args=extra_args, ready_timeout_s=300)
+    return ServerSettings(model, "smollm2", 2048, VENV, device="cpu", extra_args=("--enforce-eager", *extra_args), ready_timeout_s=300)
 
 
 @pytest.fixture(scope="session")

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from eagle3.conversation import Answer, Request, encode_turn, to_row
-from eagle3.engines import Sampling
+from eagle3.engines import Engine, Sampling
 from eagle3.engines.openai import OpenAIEngine
+from eagle3.engines.transformers import TransformersEngine
 from eagle3.errors import EngineError
 from eagle3.serving.vllm import ServerSettings, VLLMServer, command
 from eagle3.targets import load_tokenizer
@@ -96,7 +97,10 @@ def test_no_server_stays_behind_when_we_are_killed(tmp_path: Path) -> None:
 
 def _answers(server: VLLMServer, folder: Path, sampling: Sampling, asked: list[str], chat: bool = True) -> dict[str, Answer]:
     tokenizer = load_tokenizer(folder)
-    engine = OpenAIEngine([server.base_url], "smollm2", sampling, tokenizer, concurrency=4, timeout_s=120)
+    return _collect(OpenAIEngine([server.base_url], "smollm2", sampling, tokenizer, concurrency=4, timeout_s=120), tokenizer, asked, chat)
+
+
+def _collect(engine: Engine, tokenizer: Any, asked: list[str], chat: bool = True) -> dict[str, Answer]:
     requests = []
     for text in asked:
         messages = ({"role": "user", "content": text},)
@@ -125,6 +129,10 @@ def test_a_real_server_gives_exactly_the_ids_of_the_template(vllm_server: VLLMSe
         assert (answer.completion_ids[-1] == 2) == (answer.finish_reason == "stop")
         row = to_row(answer)
         assert row.loss_mask == [0] * len(answer.prompt_ids) + [1] * len(answer.completion_ids)
+    # In this process the same target reads the same and, up to bfloat16's rounding, says the same.
+    in_process = _collect(TransformersEngine(smollm2, sampling, device="cpu"), tokenizer, ASKED)
+    assert {text: answer.prompt_ids for text, answer in in_process.items()} == {text: answer.prompt_ids for text, answer in chat.items()}
+    assert sum(in_process[text].completion_ids[:8] == chat[text].completion_ids[:8] for text in ASKED) >= 3
     # Magpie's requests have no messages: the ids go in as they are.
     plain = _answers(vllm_server, smollm2, sampling, ASKED, chat=False)
     assert {text: answer.prompt_ids for text, answer in plain.items()} == {text: answer.prompt_ids for text, answer in chat.items()}

@@ -1,0 +1,215 @@
+"""What the stages of one run work with: the store, the target, an engine; and how an artifact is made once and found again."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.metadata
+import logging
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from eagle3 import __version__
+from eagle3.comparison.results import StageSummary
+from eagle3.config import Config, result_settings
+from eagle3.errors import ConfigError
+from eagle3.progress import duration
+from eagle3.store import Artifact, Store, file_digest, signature
+from eagle3.tracking import StageTracker, Tracker
+
+if TYPE_CHECKING:
+    from eagle3.engines import Engine, Sampling
+    from eagle3.serving.vllm import VLLMServer
+    from eagle3.targets import TargetInfo
+
+log = logging.getLogger(__name__)
+
+# Raised when a stage's result changes for the same settings: what older versions made is then not taken for it.
+VERSIONS = {"target": 1, "prompts": 1, "generate": 1, "capture": 1, "train": 1, "evaluate": 1}
+
+
+class Workspace:
+    """One run's access to everything. The target's weights, its tokenizer and a server are loaded or started when a stage first needs them."""
+
+    def __init__(self, config: Config, folder: Path, run_config: Mapping[str, Any]) -> None:
+        self.config, self.folder = config, folder
+        self.store = Store(config.paths.store)
+        self.stages: list[StageSummary] = []
+        self._tracker = Tracker(config.tracking, folder, run_config)
+        self._servers = contextlib.ExitStack()
+
+    def stop_servers(self) -> None:
+        """Stop what was started for generation: what comes next needs the memory and the cores."""
+        self._servers.close()
+        self.__dict__.pop("_server", None)
+
+    @functools.cached_property
+    def target(self) -> TargetInfo:
+        """The target's folder and shape; one that a package ships is converted into the store first."""
+        from eagle3.targets import convert_gguf, read_target
+
+        section = self.config.target
+        if section.path is not None:
+            return read_target(section.path)
+        assert section.package is not None
+        package = section.package
+        version = _installed_version(package)
+
+        def make(folder: Path, _: StageTracker) -> dict[str, Any]:
+            convert_gguf(package, folder / "model")
+            return {"version": version}
+
+        artifact = self.ensure("target", {"package": package, "version": version}, {}, make)
+        return read_target(artifact.path / "model")
+
+    @functools.cached_property
+    def target_signature(self) -> str:
+        """What of the target can change a result: its configuration, tokenizer, and the names and sizes of its weights."""
+        folder = Path(self.target.path)
+        texts = {path.name: file_digest(path) for path in sorted(folder.glob("*.json")) + sorted(folder.glob("*.jinja"))}
+        weights = {path.name: path.stat().st_size for path in sorted(folder.glob("*.safetensors"))}
+        return signature("target", VERSIONS["target"], {"texts": texts, "weights": weights}, {})
+
+    @property
+    def engine_settings(self) -> dict[str, Any]:
+        """What of the engine can change an answer: a server that is started and one that is there are the same thing."""
+        engine = self.config.engine
+        return {"kind": "transformers" if engine.name == "transformers" else "server", **result_settings(engine)}
+
+    @functools.cached_property
+    def tokenizer(self) -> Any:
+        from eagle3.targets import load_tokenizer
+
+        return load_tokenizer(self.target.path, self.config.target.trust_remote_code)
+
+    @functools.cached_property
+    def model(self) -> Any:
+        from eagle3.targets import load_model
+
+        return load_model(self.target.path, self.config.engine.dtype, self.config.engine.device, self.config.target.trust_remote_code)
+
+    def engine(self, sampling: Sampling) -> Engine:
+        engine, generation = self.config.engine, self.config.generation
+        if engine.name == "transformers":
+            from eagle3.engines.transformers import TransformersEngine
+
+            return TransformersEngine(self.model, sampling, batch_size=generation.concurrency)
+        from eagle3.engines.openai import OpenAIEngine
+
+        return OpenAIEngine(
+            engine.base_urls if engine.name == "openai" else [self._server.base_url],
+            engine.model or self.config.target.name,
+            sampling,
+            self.tokenizer,
+            concurrency=generation.concurrency,
+            timeout_s=generation.timeout_s,
+            max_retries=engine.max_retries,
+            api_key_env=engine.api_key_env,
+            think_tokens=self.think_tokens,
+        )
+
+    @functools.cached_property
+    def _server(self) -> VLLMServer:
+        """A vLLM server of ours, started when the first prompt needs it and stopped when generation is over."""
+        from eagle3.serving.vllm import ServerSettings, VLLMServer
+
+        engine = self.config.engine
+        settings = ServerSettings(
+            model=self.target.path,
+            name=engine.model or self.config.target.name,
+            max_model_len=self.config.generation.max_seq_len,
+            venv=None if engine.venv is None else Path(engine.venv).expanduser(),
+            device="cpu" if engine.name == "vllm_cpu" else "cuda",
+            dtype=engine.dtype,
+            max_num_seqs=self.config.generation.concurrency,
+            trust_remote_code=self.config.target.trust_remote_code,
+            extra_args=tuple(engine.server_args),
+            ready_timeout_s=engine.ready_timeout_s,
+        )
+        return self._servers.enter_context(VLLMServer(settings, self.folder / "vllm.log"))
+
+    @property
+    def think_tokens(self) -> list[str | int] | None:
+        tokens = self.config.target.think_tokens
+        return None if tokens is None else [int(token) if token.isdecimal() else token for token in tokens]
+
+    @functools.cached_property
+    def aux_layers(self) -> list[int]:
+        """The layers our drafter reads, checked against the target's depth."""
+        from eagle3.targets import default_aux_layers
+
+        layers = self.config.capture.aux_layers or list(default_aux_layers(self.target.num_layers))
+        if len(set(layers)) < len(layers) or not all(1 <= layer < self.target.num_layers for layer in layers):
+            raise ConfigError(
+                f"capture.aux_layers={layers} must be distinct and lie in 1..{self.target.num_layers - 1}, the target has {self.target.num_layers} layers."
+            )
+        return layers
+
+    def ensure(
+        self, stage: str, settings: Mapping[str, Any], inputs: Mapping[str, str], make: Callable[[Path, StageTracker], dict[str, Any]], split: str = ""
+    ) -> Artifact:
+        """The artifact of these settings and inputs: from the store, or made now by `make`, which works in the artifact's folder and returns facts."""
+        sig = signature(stage, VERSIONS[stage], settings, inputs)
+        name = f"{stage} {split}".strip()
+        artifact = self.store.find(stage, sig)
+        if artifact is None:
+            with self.store.lock(self.store.folder(stage, sig), say_waiting):
+                artifact = self.store.find(stage, sig)
+                if artifact is None:
+                    return self._make(stage, sig, name, settings, inputs, make, split)
+        log.info("%s: cached, %s", name, sig)
+        self._remember(artifact, "cached", split)
+        return artifact
+
+    def _make(self, stage: str, sig: str, name: str, settings: Any, inputs: Any, make: Callable[[Path, StageTracker], dict[str, Any]], split: str) -> Artifact:
+        folder = self.store.folder(stage, sig)
+        log.info("%s: making %s", name, sig)
+        began = time.monotonic()
+        with self._tracker.stage(stage, sig, folder) as track:
+            facts = make(folder, track)
+            seconds = time.monotonic() - began
+            track.summary({f"cost/{stage}_seconds": seconds} | {key: value for key, value in facts.items() if isinstance(value, int | float | str)})
+        num_bytes = facts["bytes"] if "bytes" in facts else sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+        manifest = {"settings": settings, "inputs": inputs, "facts": facts, "seconds": seconds, "bytes": num_bytes, "made_by": _provenance()}
+        artifact = self.store.finish(stage, sig, manifest)
+        numbers = ", ".join(f"{key} {value}" for key, value in facts.items() if isinstance(value, int))
+        log.info("%s: done in %s%s", name, duration(seconds), f" ({numbers})" if numbers else "")
+        self._remember(artifact, "made", split)
+        return artifact
+
+    def _remember(self, artifact: Artifact, status: str, split: str) -> None:
+        manifest = artifact.manifest
+        self.stages.append(
+            StageSummary(
+                stage=artifact.stage,
+                split=split,
+                status=status,
+                seconds=manifest["seconds"],
+                tokens=artifact.facts.get("tokens", 0),
+                bytes=manifest["bytes"],
+                signature=artifact.signature,
+            )
+        )
+
+
+def say_waiting(holder: str) -> None:
+    log.info("another run works on the same thing (%s); waiting for it", holder)
+
+
+def _installed_version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package.replace("_", "-"))
+    except importlib.metadata.PackageNotFoundError:
+        raise ConfigError(
+            f"target.package={package} is not installed: run `make` in the checkout, or pip install --no-deps {package.replace('_', '-')}."
+        ) from None
+
+
+def _provenance() -> dict[str, str]:
+    """Versions that made an artifact, and the commit when it was made from a checkout."""
+    versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers", "speculators")}
+    git = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    return {"eagle3": __version__, "commit": git.stdout.strip() or "unknown", "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **versions}
