@@ -116,7 +116,7 @@ def _collect(engine: Engine, tokenizer: Any, asked: list[str], chat: bool = True
 
 @pytest.mark.vllm
 @pytest.mark.slow
-def test_a_real_server_gives_exactly_the_ids_of_the_template(vllm_server: VLLMServer, smollm2: Path) -> None:
+def test_a_real_server_gives_exactly_the_ids_of_the_template(vllm_server: VLLMServer, smollm2: Path, smollm2_model: Any) -> None:
     tokenizer = load_tokenizer(smollm2)
     sampling = Sampling(max_completion_tokens=48, max_seq_len=2048, stop_ids=(2,))
     chat = _answers(vllm_server, smollm2, sampling, ASKED)
@@ -130,7 +130,7 @@ def test_a_real_server_gives_exactly_the_ids_of_the_template(vllm_server: VLLMSe
         row = to_row(answer)
         assert row.loss_mask == [0] * len(answer.prompt_ids) + [1] * len(answer.completion_ids)
     # In this process the same target reads the same and, up to bfloat16's rounding, says the same.
-    in_process = _collect(TransformersEngine(smollm2, sampling, device="cpu"), tokenizer, ASKED)
+    in_process = _collect(TransformersEngine(smollm2_model, sampling), tokenizer, ASKED)
     assert {text: answer.prompt_ids for text, answer in in_process.items()} == {text: answer.prompt_ids for text, answer in chat.items()}
     assert sum(in_process[text].completion_ids[:8] == chat[text].completion_ids[:8] for text in ASKED) >= 3
     # Magpie's requests have no messages: the ids go in as they are.
