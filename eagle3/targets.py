@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr
@@ -13,6 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from eagle3.errors import TargetError
+
+HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+DESCRIPTION_FILES = ("*.json", "*.jinja", "*.model", "*.py", "*.tiktoken", "*.txt")
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,27 @@ def read_target(path: str | Path) -> TargetInfo:
     ends = [*_as_list(generation.get("eos_token_id")), *_as_list(text.get("eos_token_id")), *_as_list(config.get("eos_token_id")), *_tokenizer_eos(path)]
     hidden_size, num_layers, vocab_size, max_context = (text[name] for name in names)
     return TargetInfo(path, hidden_size, num_layers, vocab_size, max_context, tuple(dict.fromkeys(ends)))
+
+
+def fetch_target(path: str, weights: bool) -> Path:
+    """The folder of a target: `path` itself, or where the Hugging Face hub's client keeps the repository of that name.
+
+    Args:
+        weights: fetch the weights too; without, only what tells the target's shape and its tokens, some megabytes.
+
+    Raises:
+        TargetError: it is neither a folder nor a name that the hub has.
+    """
+    if Path(path).expanduser().exists() or not HUB_NAME.fullmatch(path):
+        return Path(path).expanduser()
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(path, allow_patterns=None if weights else [*DESCRIPTION_FILES]))
+    except Exception as error:  # the hub's client raises errors of several libraries
+        raise TargetError(
+            f"target.path={path} is no folder, and can't be had from the hub ({_first_line(error)}): check the name, the network and HF_TOKEN."
+        ) from None
 
 
 def default_aux_layers(num_layers: int) -> tuple[int, int, int]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from eagle3 import __version__
 from eagle3.comparison.results import StageSummary
-from eagle3.config import Config, result_settings
+from eagle3.config import STAGES, Config, result_settings
 from eagle3.errors import ConfigError
 from eagle3.progress import duration
 from eagle3.store import Artifact, Store, file_digest, signature
@@ -49,11 +49,11 @@ class Workspace:
     @functools.cached_property
     def target(self) -> TargetInfo:
         """The target's folder and shape; one that a package ships is converted into the store first."""
-        from eagle3.targets import convert_gguf, read_target
+        from eagle3.targets import convert_gguf, fetch_target, read_target
 
         section = self.config.target
         if section.path is not None:
-            return read_target(section.path)
+            return read_target(fetch_target(section.path, weights=self._runs_here))
         assert section.package is not None
         package = section.package
         version = _installed_version(package)
@@ -65,10 +65,18 @@ class Workspace:
         artifact = self.ensure("target", {"package": package, "version": version}, {}, make)
         return read_target(artifact.path / "model")
 
+    @property
+    def _runs_here(self) -> bool:
+        """Whether this machine runs the target, and so needs its weights."""
+        stages = STAGES.index(self.config.until)
+        return self.config.engine.name != "openai" or stages >= STAGES.index("capture")
+
     @functools.cached_property
     def target_signature(self) -> str:
-        """What of the target can change a result: its configuration, tokenizer, and the names and sizes of its weights."""
+        """What of the target can change a result: its configuration, tokenizer, and the names and sizes of its weights; of a hub's, the commit."""
         folder = Path(self.target.path)
+        if folder.parent.name == "snapshots":  # the weights may not be here yet, and must not change the name when they come
+            return signature("target", VERSIONS["target"], {"commit": folder.name}, {})
         texts = {path.name: file_digest(path) for path in sorted(folder.glob("*.json")) + sorted(folder.glob("*.jinja"))}
         weights = {path.name: path.stat().st_size for path in sorted(folder.glob("*.safetensors"))}
         return signature("target", VERSIONS["target"], {"texts": texts, "weights": weights}, {})

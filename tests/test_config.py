@@ -51,7 +51,7 @@ def test_every_key_is_documented_and_the_reference_page_is_current() -> None:
         (["trainin.lr=1"], "Did you mean training.lr"),
         (["training.lr=fast"], "Value 'fast' of type 'str' could not be converted to Float"),
         (["generation.num_samples=1.5"], "could not be converted to Integer"),
-        (["dataset=parquet"], "choose one of jsonl, magpie"),
+        (["dataset=parquet"], "choose one of file, hub, jsonl, magpie, open_perfectblend"),
         (["generation.num_samples=0"], r"generation\.num_samples=0 .* at least 1"),
         (["evaluation.k=0"], r"evaluation\.k=0 .* at least 1"),
         (["evaluation.k=9"], r"must not exceed evaluation\.max_k=5"),
@@ -72,6 +72,15 @@ def test_a_mistake_is_one_sentence_that_names_the_key(overrides: list[str], mess
 
 def test_speed_and_place_stay_out_of_the_settings_that_name_a_result() -> None:
     assert "device" not in result_settings(TrainingConfig()) and "lr" in result_settings(TrainingConfig())
+
+
+def test_the_large_runs_keep_their_figures() -> None:
+    config = check(["experiment=kimi_k25_25k"])
+    generation = config.generation
+    assert (generation.num_samples, generation.concurrency, generation.timeout_s) == (25_000, 200, 1800)
+    assert (generation.max_completion_tokens, generation.max_seq_len, generation.min_completion_tokens) == (8192, 16384, 50)
+    assert config.dataset.path == "mlabonne/open-perfectblend" and config.target.think_tokens == ["163606", "163607"]
+    assert check(["experiment=smoke_10"]).generation.num_samples == 10 and check(["experiment=pilot_1k"]).generation.num_samples == 1000
 
 
 def test_an_experiment_beats_the_primary_configuration_and_the_command_line_beats_both() -> None:

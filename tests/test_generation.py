@@ -21,11 +21,16 @@ from eagle3.store import KeyedLog
 class Tokenizer:
     """One id a character, and a chat template that marks turns, so that ids can be read in a failing test."""
 
+    eos_token_id = 0
+
     def apply_chat_template(self, messages: Sequence[dict[str, str]], **_: Any) -> str:
         return "".join(f"<{message['role'][0]}>{message['content']}" for message in messages) + "<a>"
 
     def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
         return {"input_ids": [ord(letter) for letter in text]}
+
+    def convert_tokens_to_ids(self, token: str) -> None:
+        """No token but single characters."""
 
     def decode(self, ids: Sequence[int], **_: Any) -> str:
         return "".join(map(chr, ids))
