@@ -12,7 +12,7 @@ from eagle3.errors import EngineError
 
 log = logging.getLogger(__name__)
 
-OUT_AFTER = 5  # failures in a row take a server out of rotation
+OUT_AFTER = 5  # failures in a row, beyond the requests in flight that may still succeed, take a server out of rotation
 TRY_AGAIN_S = 10.0  # one request in this time finds out whether it is back
 START_PATIENCE_S = 30.0  # all servers out, and not one answer yet
 MAX_LOST_IN_A_ROW = 20  # prompts, beyond those in flight, whose turn may still come out well
@@ -35,13 +35,10 @@ class Server:
     in_flight: int = 0
     num_sent: int = 0
     num_failed: int = 0  # in a row
-    try_again_at: float = 0.0  # out of rotation until then
+    is_out: bool = False  # of rotation, but for one request from time to time
+    try_again_at: float = 0.0
     client: Any = None
     provenance: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def is_out(self) -> bool:
-        return self.num_failed >= OUT_AFTER
 
 
 class Fleet:
@@ -69,19 +66,20 @@ class Fleet:
 
     def answered(self, server: Server) -> None:
         server.num_failed = self.num_lost = 0
+        server.is_out = False
         self.last_sign, self.has_answered = time.monotonic(), True
 
     def failed(self, server: Server, fault: Fault, is_last: bool) -> None:
-        """Count a failed attempt, the last one of its prompt or not.
+        """Count a failed attempt, the last one of its prompt or not; it is no longer in flight.
 
         Raises:
             EngineError: all servers have been out for longer than there is patience for, or prompt after prompt is lost.
         """
         if fault.is_servers:
             server.num_failed += 1
-            if server.num_failed == OUT_AFTER:
-                server.try_again_at = time.monotonic() + TRY_AGAIN_S
-                log.warning("%s is left out after %d failures in a row (%s: %s)", server.url, OUT_AFTER, fault.kind, fault.message)
+            if not server.is_out and server.num_failed >= OUT_AFTER + server.in_flight:
+                server.is_out, server.try_again_at = True, time.monotonic() + TRY_AGAIN_S
+                log.warning("%s is left out after %d failures in a row (%s: %s)", server.url, server.num_failed, fault.kind, fault.message)
         self.num_lost += is_last
         silent_s = time.monotonic() - (self.last_sign or 0.0)
         patience_s = self.patience_s if self.has_answered else min(self.patience_s, START_PATIENCE_S)

@@ -127,15 +127,15 @@ class OpenAIEngine:
                 answer = self._read(request, text, server)
             except Exception as error:
                 fault = self._fault(error)
-                is_last = not fault.may_pass or attempt == self.max_retries
-                self.fleet.failed(server, fault, is_last)
-                if is_last:
-                    return Failure(request.prompt_id, request.turn, fault.kind, fault.message)
             else:
                 self.fleet.answered(server)
                 return answer
             finally:
                 server.in_flight -= 1
+            is_last = not fault.may_pass or attempt == self.max_retries
+            self.fleet.failed(server, fault, is_last)
+            if is_last:
+                return Failure(request.prompt_id, request.turn, fault.kind, fault.message)
             # Full jitter: what failed together must not come back together.
             await asyncio.sleep(fault.retry_after_s or random.uniform(0, min(MAX_BACKOFF_S, BACKOFF_S * 2**attempt)))
         raise AssertionError("the last attempt returns")

@@ -1,6 +1,7 @@
 """What the client costs: our engine and pool against the barest loop that can ask the same server the same thing.
 
     .venv/bin/python experiments/benchmarks/generation.py --model FOLDER         # a server without a model: rows/s, memory; speculators' tool beside it
+    .venv/bin/python experiments/benchmarks/generation.py --faults               # time-outs, resets, 429, 500, broken JSON, empty answers, hung sockets
     .venv/bin/python experiments/benchmarks/generation.py --vllm --model FOLDER --prompts gsm8k.jsonl   # a real one on the CPU: tokens/s
 
 All contestants run by turns in one process tree against one server, so that a machine's moods meet them alike; ratios are of medians.
@@ -18,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
@@ -190,6 +192,30 @@ def without_a_model(options: argparse.Namespace) -> None:
         print(f"memory over {len(many)} rows: +{rss_mib() - before:.0f} MiB (goal < 400)")
 
 
+def with_faults(options: argparse.Namespace) -> None:
+    """Every prompt in one bin, none lost or doubled, against a server of which one answer in twenty is a fault."""
+    prompts = [new_prompt([{"role": "user", "content": f"question number {i}"}]) for i in range(options.memory_rows)]
+    outcomes: Counter[str] = Counter()
+    bins: Counter[str] = Counter()
+
+    def count(outcome: Answer | Failure) -> None:
+        outcomes[outcome.prompt_id] += 1
+        bins["answered" if isinstance(outcome, Answer) else outcome.kind] += 1
+
+    with (
+        loopback("--fault-rate", "0.05", "--num-tokens", "200") as url,
+        tempfile.TemporaryDirectory() as folder,
+        KeyedLog(Path(folder) / "answers.jsonl") as pool,
+    ):
+        engine = OpenAIEngine([url], "target", Sampling(max_completion_tokens=200), WordTokenizer(), concurrency=200, timeout_s=3.0)
+        began = time.monotonic()
+        asyncio.run(answer_prompts(prompts, engine, WordTokenizer(), pool, count))
+        seconds = time.monotonic() - began
+        assert set(outcomes) == {prompt.id for prompt in prompts} and set(outcomes.values()) == {1} and len(pool) == bins["answered"]
+    print(f"{len(prompts)} prompts, 5 % faults, in {seconds:.0f} s: {dict(bins)}; each has exactly one outcome")
+    print(f"peak memory, imports included: {rss_mib():.0f} MiB")
+
+
 def with_vllm(options: argparse.Namespace) -> None:
     from eagle3.serving.vllm import ServerSettings, VLLMServer
 
@@ -213,13 +239,14 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=3000, help="prompts of one contest")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--memory-rows", type=int, default=25_000)
+    parser.add_argument("--faults", action="store_true", help="a server without a model that fails: what becomes of each prompt")
     parser.add_argument("--vllm", action="store_true", help="a real vLLM server on the CPU")
     parser.add_argument("--model", help="folder of the target; without --vllm only for its tokenizer, which speculators' tool wants")
     parser.add_argument("--prompts", help="JSONL file of prompts")
     parser.add_argument("--venv", type=Path, default=ROOT / ".venv-vllm")
     parser.add_argument("--max-tokens", type=int, default=128)
     options = parser.parse_args()
-    (with_vllm if options.vllm else without_a_model)(options)
+    (with_vllm if options.vllm else with_faults if options.faults else without_a_model)(options)
 
 
 if __name__ == "__main__":

@@ -198,6 +198,13 @@ def test_prompts_that_are_all_refused_stop_the_run_before_many_are_spent() -> No
     assert server.num_requests < 100
 
 
+def test_quick_failures_in_front_of_slow_answers_leave_no_server_out(caplog: pytest.LogCaptureFixture) -> None:
+    with Loopback(delay_s=1.5, fault=lambda number: "500" if number % 10 == 0 else None) as server, caplog.at_level(logging.WARNING):
+        outcomes = _run(_engine(server, concurrency=100), _requests(100))
+    assert len(outcomes) == 100 and all(isinstance(outcome, Answer) for outcome in outcomes)
+    assert not [record for record in caplog.records if "left out" in record.message]
+
+
 def test_refused_prompts_among_slow_ones_stop_nothing() -> None:
     with Loopback(delay_s=1.0, fault=lambda number: "400" if number % 4 == 0 else None) as server:
         outcomes = _run(_engine(server, concurrency=100), _requests(150))  # the first answers come behind more than 20 refusals
