@@ -284,14 +284,17 @@ def sample(logits: Tensor, temperature: float, top_p: float, draws: Sequence[ran
     sums = probs.cumsum(-1, dtype=torch.float64)
     tokens = torch.zeros(len(draws), dtype=torch.long, device=logits.device)
     pending = torch.arange(len(draws), device=logits.device)
-    while len(pending):
+    while True:
         uniform = torch.tensor([draws[i].random() for i in pending.tolist()], dtype=torch.float64, device=logits.device)
-        totals = sums[pending, -1]
-        drawn = torch.searchsorted(sums[pending], (uniform * totals)[:, None], right=True).clamp_(max=logits.shape[-1] - 1)
-        here = probs[pending]
-        likelier = here.masked_fill(here <= here.gather(1, drawn), 0).sum(-1)
+        drawn = torch.searchsorted(sums, (uniform * sums[:, -1])[:, None], right=True).clamp_(max=logits.shape[-1] - 1)
         tokens[pending] = drawn[:, 0]
-        pending = pending[likelier >= top_p] if top_p < 1 else pending[:0]
+        if top_p >= 1:
+            break
+        likelier = probs.masked_fill(probs <= probs.gather(1, drawn), 0).sum(-1)
+        again = likelier >= top_p
+        if not again.any():
+            break
+        pending, probs, sums = pending[again], probs[again], sums[again]
     drawn_tokens: list[int] = tokens.tolist()
     return drawn_tokens
 
