@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 
@@ -16,37 +15,7 @@ from eagle3.conversation import Answer, Failure, Request, encode_turn, to_row
 from eagle3.engines import Sampling, fleet, openai
 from eagle3.engines.openai import OpenAIEngine
 from eagle3.errors import EngineError
-from tests.loopback import FAULTS, Loopback, Reply, kimi
-
-THINK, CLOSE, END = 163606, 163607, 163586
-
-
-class KimiTokenizer:
-    """Kimi-K2.5's special ids and turns; other characters are their code points."""
-
-    special: ClassVar = {"<|im_end|>": END, "<|im_user|>": 163587, "<|im_assistant|>": 163588, "<|im_middle|>": 163601, "<think>": THINK, "</think>": CLOSE}
-    eos_token_id = 163585
-
-    def __len__(self) -> int:
-        return 163_840
-
-    def apply_chat_template(self, messages: Iterable[dict[str, str]], *, tokenize: bool, add_generation_prompt: bool = False) -> str:
-        turns = (f"<|im_{message['role']}|>{message['role']}<|im_middle|>{message['content']}<|im_end|>" for message in messages)
-        return "".join(turns) + ("<|im_assistant|>assistant<|im_middle|><think>" if add_generation_prompt else "")
-
-    def __call__(self, text: str, *, split_special_tokens: bool = False, **_: Any) -> dict[str, list[int]]:
-        pieces = text if split_special_tokens else re.findall("|".join(map(re.escape, self.special)) + "|.|\n", text)
-        return {"input_ids": [self.special.get(piece) or ord(piece) for piece in pieces]}
-
-    def convert_tokens_to_ids(self, name: str) -> int | None:
-        return self.special.get(name)
-
-    def convert_ids_to_tokens(self, token: int) -> str | None:
-        return {value: name for name, value in self.special.items()}.get(token)
-
-    def decode(self, ids: Iterable[int], **_: Any) -> str:
-        return "".join(self.convert_ids_to_tokens(token) or chr(token) for token in ids)
-
+from tests.loopback import CLOSE, END, FAULTS, THINK, KimiTokenizer, Loopback, Reply, kimi
 
 TOKENIZER = KimiTokenizer()
 
