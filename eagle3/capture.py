@@ -22,15 +22,16 @@ NUM_CHECKED_ROWS = 64
 
 
 def capture_rows(
-    rows: Sequence[Row], new_model: Callable[[], Any], folder: Path, config: CaptureConfig, aux_layers: Sequence[int], name: str
+    rows: Sequence[Row], new_model: Callable[[], Any], folder: Path, config: CaptureConfig, aux_layers: Sequence[int], temperature: float, name: str
 ) -> dict[str, Any]:
     """Capture the states of those rows that `folder` has none of, then check what lies there against the target's own head.
 
     Args:
-        new_model: gives the target; called only if there is something to do.
+        new_model: gives the target.
+        temperature: the one the answers were sampled at; the head check allows for it.
 
     Returns:
-        rows, tokens and bytes of all rows asked for; captured_now; head_agreement, the share of the answers' tokens that the head finds in the final states.
+        rows, tokens and bytes of all rows asked for; captured_now; head_agreement (see the function of that name).
 
     Raises:
         CaptureError: states that are not finite, or not those of the target's last layer.
@@ -47,10 +48,10 @@ def capture_rows(
                 update(done, "")
         writer.flush()
         reader = StateReader(folder)
-    agreement = _agreement(rows[:: max(len(rows) // NUM_CHECKED_ROWS, 1)], reader, model)
+    agreement = _agreement(rows[:: max(len(rows) // NUM_CHECKED_ROWS, 1)], reader, model, temperature)
     if agreement < config.min_head_agreement:
         raise CaptureError(
-            f"the target's head finds only {agreement:.1%} of the answers' tokens in the captured final states, less than capture.min_head_agreement="
+            f"the target's head finds only {agreement:.1%} of the tokens it should in the captured final states, less than capture.min_head_agreement="
             f"{config.min_head_agreement:.0%}: they are not from its last layer, or the answers are another model's; delete {folder} and capture again."
         )
     tokens = sum(len(row.input_ids) for row in rows)
@@ -58,10 +59,10 @@ def capture_rows(
     return {"rows": len(rows), "tokens": tokens, "bytes": num_bytes, "captured_now": len(missing), "head_agreement": agreement}
 
 
-def _agreement(rows: Sequence[Row], reader: StateReader, model: Any) -> float:
+def _agreement(rows: Sequence[Row], reader: StateReader, model: Any, temperature: float) -> float:
     """Head agreement over some rows (CASES: TorchSpec#87, vllm#46788, where the layer before the last was captured)."""
     norm, head = model.get_decoder().norm, model.get_output_embeddings()
-    shares = [head_agreement(reader.read(row.id, row.input_ids), row.input_ids, row.loss_mask, norm, head) for row in rows]
+    shares = [head_agreement(reader.read(row.id, row.input_ids), row.input_ids, row.loss_mask, norm, head, temperature) for row in rows]
     return sum(shares) / len(shares)
 
 
@@ -126,11 +127,12 @@ class TransformersCapture:
 
 
 @torch.inference_mode()
-def head_agreement(states: Tensor, input_ids: Sequence[int], loss_mask: Sequence[int], norm: nn.Module, lm_head: nn.Module) -> float:
-    """Share of the target's own tokens that its head predicts from the captured final states [L, A + 1, H].
+def head_agreement(states: Tensor, input_ids: Sequence[int], loss_mask: Sequence[int], norm: nn.Module, lm_head: nn.Module, temperature: float = 0.0) -> float:
+    """Share of the target's own tokens that its head predicts from the captured final states [L, A + 1, H], of the share it should at `temperature`.
 
-    Near 1 for greedy answers when the right layer was captured, near 0 when it was another one. The state of position j predicts token j + 1;
-    only tokens the target produced count. Raises CaptureError when there is none.
+    A greedy answer is all argmax; of a sampled one, the head itself says how often its likeliest token is drawn. So it is near 1 when the right layer
+    was captured; SmolLM2's states one layer early gave 0.5. The state of position j predicts token j + 1; only tokens the target produced count.
+    Raises CaptureError when there is none.
     """
     weight = next(lm_head.parameters())
     ids = torch.as_tensor(input_ids, device=weight.device)
@@ -138,8 +140,9 @@ def head_agreement(states: Tensor, input_ids: Sequence[int], loss_mask: Sequence
     if not produced.any():
         raise CaptureError("no token of the row was produced by the target, so its states can't be checked against its head")
     final = states[:-1, -1].to(weight.device, weight.dtype)[produced]
-    predicted = lm_head(norm(final)).max(-1).indices
-    return float((predicted == ids[1:][produced]).float().mean())
+    logits = lm_head(norm(final))
+    expected = (logits.float() / temperature).softmax(-1).max(-1).values.mean() if temperature else torch.ones(())
+    return float((logits.max(-1).indices == ids[1:][produced]).float().mean() / expected.cpu())
 
 
 def _batches(lengths: Sequence[int], batch_tokens: int) -> Iterator[list[int]]:

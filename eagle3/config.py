@@ -170,10 +170,10 @@ class CaptureConfig:
 
     name: str = knob("transformers", "`transformers`: one forward pass in this process over finished rows.")
     aux_layers: list[int] | None = knob(None, "Auxiliary layers the drafter reads; null takes EAGLE-3's 2, n/2, n-3.")
-    batch_tokens: int = knob(4096, "Tokens in one forward pass.", affects_result=False)
+    batch_tokens: int = knob(2048, "Tokens in one forward pass.", affects_result=False)
     shard_bytes: int = knob(268435456, "A shard is closed when it reaches this size, in bytes.", affects_result=False)
     min_head_agreement: float = knob(
-        0.5, "Refuse states whose final layer predicts fewer than this share of the target's own tokens: they are from the wrong layer.", affects_result=False
+        0.8, "Refuse states whose last layer predicts fewer than this share of the tokens it should: they are from another layer.", affects_result=False
     )
 
     def __post_init__(self) -> None:

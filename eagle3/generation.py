@@ -48,25 +48,41 @@ def generate(
         How every turn ended (see `collect_rows`), and `answered_now`.
     """
     missing = [prompt for prompt in prompts if any(row_id(prompt.id, turn) not in pool for turn in range(len(prompt.user_turns)))]
-    counts = Counter(answered_now=0, failed_now=0, tokens_now=0)
+    failures: Counter[str] = Counter()
+    num_answered = 0
     if missing:
         log.info("%s: %d of %d prompts are answered already", name, len(prompts) - len(missing), len(prompts))
         total = sum(len(prompt.user_turns) for prompt in missing)
-        began = time.monotonic()
         with progress(name, total, "answers") as update:
-
-            def advance(outcome: Answer | Failure) -> None:
-                answered = isinstance(outcome, Answer)
-                counts.update(answered_now=answered, failed_now=not answered, tokens_now=len(outcome.completion_ids) if isinstance(outcome, Answer) else 0)
-                done = counts["answered_now"] + counts["failed_now"]
-                rate = counts["tokens_now"] / (time.monotonic() - began)
-                update(done, f"{rate:.0f} tokens/s, {counts['failed_now']} failed")
-                track.log({"step": done, "generate/answered": counts["answered_now"], "generate/failed": counts["failed_now"], "generate/tokens_per_s": rate})
-
-            failures = asyncio.run(answer_prompts(missing, new_engine(), new_tokenizer(), pool, advance, think_tokens))
+            meter = Meter(total, update, track)
+            failures = asyncio.run(answer_prompts(missing, new_engine(), new_tokenizer(), pool, meter.count, think_tokens))
+            num_answered = meter.num_answered
         for kind, number in failures.items():
             log.warning("%s: %d turns failed with %s; the next run that needs them tries again", name, number, kind)
-    return collect_rows(prompts, pool, path, min_completion_tokens, truncated) | {"answered_now": counts["answered_now"]}
+    return collect_rows(prompts, pool, path, min_completion_tokens, truncated) | {"answered_now": num_answered, "failures_now": dict(failures)}
+
+
+class Meter:
+    """Counts what comes back, shows it, and logs it once a second."""
+
+    def __init__(self, total: int, update: Callable[[int, str], None], track: StageTracker) -> None:
+        self.total, self.update, self.track = total, update, track
+        self.num_answered = self.num_failed = self.num_tokens = 0
+        self._began = self._logged = time.monotonic()
+
+    def count(self, outcome: Answer | Failure) -> None:
+        if isinstance(outcome, Answer):
+            self.num_answered += 1
+            self.num_tokens += len(outcome.completion_ids)
+        else:
+            self.num_failed += 1
+        done, now = self.num_answered + self.num_failed, time.monotonic()
+        seconds = now - self._began
+        self.update(done, f"{self.num_tokens / seconds:.0f} tokens/s, {self.num_failed} failed")
+        if now - self._logged >= 1 or done == self.total:
+            self._logged = now
+            counts = {"answered": self.num_answered, "failed": self.num_failed, "tokens": self.num_tokens, "seconds": seconds}
+            self.track.log({"step": done, **{f"generate/{key}": value for key, value in counts.items()}, "generate/tokens_per_s": self.num_tokens / seconds})
 
 
 async def answer_prompts(
@@ -119,18 +135,19 @@ def _read(pool: KeyedLog, key: str) -> Answer:
     return Answer(**{f.name: record[f.name] for f in dataclasses.fields(Answer)})
 
 
-def collect_rows(prompts: Sequence[Prompt], pool: KeyedLog, path: Path, min_completion_tokens: int, truncated: str) -> dict[str, int]:
+def collect_rows(prompts: Sequence[Prompt], pool: KeyedLog, path: Path, min_completion_tokens: int, truncated: str) -> dict[str, Any]:
     """Write the rows of these prompts, in their order, and account for every turn asked.
 
     Returns:
-        Bins that add up to `turns`: kept, too_short, truncated_dropped, failed; beside them truncated_kept, and the tokens of the rows.
+        Bins that add up to `turns`: kept, too_short, truncated_dropped, failed; beside them truncated_kept, the tokens of the rows, how all answers
+        finished, and how many are of which length (by the lower edge of bins that double).
 
     Raises:
         DataError: no row is left.
     """
-    bins: Counter[str] = Counter(
-        dict.fromkeys(("turns", "kept", "too_short", "truncated_dropped", "failed", "truncated_kept", "tokens", "completion_tokens"), 0)
-    )
+    bins = Counter(turns=0, kept=0, too_short=0, truncated_dropped=0, failed=0, truncated_kept=0, tokens=0, completion_tokens=0)
+    finish_reasons: Counter[str] = Counter()
+    lengths: Counter[int] = Counter()
     with path.open("w", encoding="utf-8") as file:
         for prompt in prompts:
             for turn in range(len(prompt.user_turns)):
@@ -140,6 +157,8 @@ def collect_rows(prompts: Sequence[Prompt], pool: KeyedLog, path: Path, min_comp
                     bins["failed"] += 1
                     continue
                 answer = _read(pool, key)
+                finish_reasons[answer.finish_reason] += 1
+                lengths[1 << max(len(answer.completion_ids).bit_length() - 1, 0)] += 1
                 verdict = _verdict(answer, min_completion_tokens, truncated)
                 bins[verdict] += 1
                 if verdict == "kept":
@@ -151,7 +170,7 @@ def collect_rows(prompts: Sequence[Prompt], pool: KeyedLog, path: Path, min_comp
     if not bins["kept"]:
         counted = ", ".join(f"{key} {bins[key]}" for key in ("too_short", "truncated_dropped", "failed"))
         raise DataError(f"no row is left of {bins['turns']} answers ({counted}): lower generation.min_completion_tokens, or see the failures above.")
-    return dict(bins)
+    return {**bins, "finish_reasons": dict(finish_reasons), "answer_lengths": {str(edge): lengths[edge] for edge in sorted(lengths)}}
 
 
 def _verdict(answer: Answer, min_completion_tokens: int, truncated: str) -> str:

@@ -59,6 +59,7 @@ class Pipeline:
             elif stage == "generate":
                 made[stage] = {split: self.generate(split, made["prompts"]) for split in SPLITS}
                 self.workspace.stop_servers()
+                self._show_generation(made[stage])
             elif stage == "capture":
                 made[stage] = {split: self.capture(split, made["generate"][split]) for split in SPLITS}
             elif stage == "train":
@@ -185,10 +186,11 @@ class Pipeline:
             from eagle3.capture import capture_rows
 
             path = self.workspace.store.pool("states", pool_signature)
+            temperature = self._sampling(split).temperature
             held = list(load_rows(rows.path / "rows.jsonl"))
             with self.workspace.store.lock(path, say_waiting):
                 facts: dict[str, Any] = capture_rows(
-                    held, lambda: self.workspace.model, path, self.config.capture, self.workspace.aux_layers, f"capture {split}"
+                    held, lambda: self.workspace.model, path, self.config.capture, self.workspace.aux_layers, temperature, f"capture {split}"
                 )
             track.log({f"capture/{key}": value for key, value in facts.items()})
             return facts | {"pool": pool_signature}
@@ -242,6 +244,14 @@ class Pipeline:
         if self.config.generation.max_seq_len > target.max_context:
             raise ConfigError(f"generation.max_seq_len={self.config.generation.max_seq_len} exceeds the target's context of {target.max_context}: lower it.")
         log.debug("auxiliary layers %s", self.workspace.aux_layers)
+
+    def _show_generation(self, made: Mapping[str, Artifact]) -> None:
+        """How the answers came about, for each split: `generation.json` and a picture."""
+        from eagle3.comparison.plots import plot_generation
+
+        write_json(self.folder / "generation.json", {split: artifact.facts for split, artifact in made.items()})
+        for split, artifact in made.items():
+            plot_generation(artifact.facts, read_metrics(artifact.path), self.folder / f"generation_{split}.png")
 
     def _report(self, made: Mapping[str, Any]) -> float | None:
         """Write results.json and the picture, show the tables; after an early stop, say where the last artifact is."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,6 +34,46 @@ def plot_run(results: Results, training_metrics: Sequence[Mapping[str, Any]], pa
     for axes in (training, positions):
         axes.spines["top"].set_visible(False)
     figure.savefig(path)
+
+
+def plot_generation(facts: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """One PNG on how one split was answered: answers' lengths, how they finished, where the turns ended, and tokens/s over time.
+
+    `facts` are those of the generate stage (`generation.collect_rows`), `metrics` its logged lines; none if every answer was there before.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(13, 3.6), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    lengths, finishes, ends, rate = figure.subplots(1, 4)
+    _bars(lengths, "Answers by length, tokens", {f"{edge}-{2 * int(edge) - 1}": number for edge, number in facts["answer_lengths"].items()})
+    _bars(finishes, "How answers finished", facts["finish_reasons"])
+    names = {"kept": "kept", "too_short": "too short", "truncated_dropped": "truncated, dropped", "failed": "failed"}
+    _bars(ends, "Where turns ended", {name: facts[key] for key, name in names.items()} | {f"{kind} (now)": n for kind, n in facts["failures_now"].items()})
+    points = [(line["generate/seconds"], line["generate/tokens"]) for line in metrics if "generate/seconds" in line]
+    rate.set_title("Tokens/s over time", loc="left", fontweight="bold")
+    rate.set_xlabel("seconds")
+    pairs = [(later[0], (later[1] - earlier[1]) / (later[0] - earlier[0])) for earlier, later in itertools.pairwise(points) if later[0] > earlier[0]]
+    if pairs:
+        seconds, values = zip(*pairs, strict=True)
+        rate.plot(seconds, values, color=COLOURS[0], alpha=0.3, linewidth=0.8)
+        rate.plot(seconds, _smooth(values), color=COLOURS[0], linewidth=2)
+        rate.set_ylim(bottom=0)
+    else:
+        rate.text(0.5, 0.5, "all answers were there", ha="center", va="center", color=GREY, transform=rate.transAxes)
+    for axes in (lengths, finishes, ends, rate):
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path)
+
+
+def _bars(axes: Axes, title: str, counts: Mapping[str, int]) -> None:
+    axes.set_title(title, loc="left", fontweight="bold")
+    bars = axes.barh(list(counts), list(counts.values()), color=COLOURS[0])
+    axes.bar_label(bars, padding=3)
+    axes.invert_yaxis()
+    axes.set_xticks([])
+    axes.margins(x=0.2)
 
 
 def _plot_training(axes: Axes, metrics: Sequence[Mapping[str, Any]]) -> None:
