@@ -12,18 +12,15 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from eagle3.conversation import Answer, Failure, Request, Row, answer_message, encode_turn, read_answer_form, row_id, to_row
+from eagle3.conversation import Answer, AnswerForm, Failure, Request, Row, answer_message, encode_turn, read_answer_form, row_id, to_row
 from eagle3.engines import Engine
-from eagle3.errors import DataError, EngineError
+from eagle3.errors import DataError
 from eagle3.progress import progress
 from eagle3.prompts import Prompt
 from eagle3.store import KeyedLog
 from eagle3.tracking import StageTracker
 
 log = logging.getLogger(__name__)
-
-# A run that fails this often before its first answer is not unlucky: the engine is broken, and the rest of the prompts must not be spent on it.
-MAX_FAILURES_BEFORE_FIRST_ANSWER = 20
 
 
 def generate(
@@ -99,26 +96,23 @@ async def answer_prompts(
         Failures of this run by kind. A prompt whose turn failed has no later turns, and is tried again by the next run that needs it.
 
     Raises:
-        EngineError: the engine fails from the start.
+        EngineError: the engine is broken as a whole.
     """
     failures: Counter[str] = Counter()
-    num_answered = 0
+    form = read_answer_form(tokenizer, think_tokens)
     for turn in range(max((len(prompt.user_turns) for prompt in prompts), default=0)):
         # A generator, so that prompts are rendered as the engine takes them and never lie in memory all at once.
-        requests = (request for prompt in prompts if (request := _next_request(prompt, turn, tokenizer, pool, think_tokens)) is not None)
+        requests = (request for prompt in prompts if (request := _next_request(prompt, turn, tokenizer, form, pool)) is not None)
         async for outcome in engine.answer(requests):
-            progress(outcome)
             if isinstance(outcome, Answer):
-                pool.append(row_id(outcome.prompt_id, outcome.turn), dataclasses.asdict(outcome))
-                num_answered += 1
-                continue
-            failures[outcome.kind] += 1
-            if not num_answered and failures.total() >= MAX_FAILURES_BEFORE_FIRST_ANSWER:
-                raise EngineError(f"the first {failures.total()} prompts all failed, the last with {outcome.kind}: {outcome.message}")
+                pool.append(row_id(outcome.prompt_id, outcome.turn), vars(outcome))
+            else:
+                failures[outcome.kind] += 1
+            progress(outcome)
     return failures
 
 
-def _next_request(prompt: Prompt, turn: int, tokenizer: Any, pool: KeyedLog, think_tokens: Sequence[str | int] | None) -> Request | None:
+def _next_request(prompt: Prompt, turn: int, tokenizer: Any, form: AnswerForm, pool: KeyedLog) -> Request | None:
     """The request for one turn, or None if the prompt has no such turn, its answer is there, or an earlier turn has none."""
     if turn >= len(prompt.user_turns) or row_id(prompt.id, turn) in pool or (turn and row_id(prompt.id, turn - 1) not in pool):
         return None
@@ -126,7 +120,7 @@ def _next_request(prompt: Prompt, turn: int, tokenizer: Any, pool: KeyedLog, thi
     for past, text in enumerate(prompt.user_turns[: turn + 1]):
         messages.append({"role": "user", "content": text})
         if past < turn:
-            messages.append(answer_message(tokenizer, _read(pool, row_id(prompt.id, past)), read_answer_form(tokenizer, think_tokens)))
+            messages.append(answer_message(tokenizer, _read(pool, row_id(prompt.id, past)), form))
     return Request(prompt.id, turn, encode_turn(tokenizer, messages), tuple(messages))
 
 

@@ -116,7 +116,7 @@ class Workspace:
             timeout_s=generation.timeout_s,
             max_retries=engine.max_retries,
             api_key_env=engine.api_key_env,
-            think_tokens=self.think_tokens,
+            think_tokens=self.config.target.think_tokens,
         )
 
     @functools.cached_property
@@ -138,11 +138,6 @@ class Workspace:
             ready_timeout_s=engine.ready_timeout_s,
         )
         return self._servers.enter_context(VLLMServer(settings, self.folder / "vllm.log"))
-
-    @property
-    def think_tokens(self) -> list[str | int] | None:
-        tokens = self.config.target.think_tokens
-        return None if tokens is None else [int(token) if token.isdecimal() else token for token in tokens]
 
     @functools.cached_property
     def aux_layers(self) -> list[int]:

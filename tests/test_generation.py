@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eagle3.conversation import Answer, Failure, Request, Row, encode_turn, to_row
-from eagle3.errors import DataError, EngineError
+from eagle3.errors import DataError
 from eagle3.generation import answer_prompts, collect_rows, load_rows
 from eagle3.prompts import Prompt, new_prompt
 from eagle3.store import KeyedLog
@@ -110,13 +110,6 @@ def test_a_turn_behind_a_failed_one_is_counted_as_failed(tmp_path: Path) -> None
     prompts = _prompts(["one", "two"], ["fine"])
     facts, _ = _run(prompts, Engine(lambda r: Failure(r.prompt_id, r.turn, "reset", "") if r.prompt_id == prompts[0].id else _says("fine")(r)), tmp_path)
     assert (facts["failed"], facts["kept"]) == (2, 1)
-
-
-def test_a_broken_engine_stops_the_run_early_with_its_reason(tmp_path: Path) -> None:
-    engine = Engine(lambda request: Failure(request.prompt_id, request.turn, "connection", "refused"))
-    with pytest.raises(EngineError, match="the first 20 prompts all failed, the last with connection: refused"):
-        _run(_prompts(*([f"p{number}"] for number in range(1000))), engine, tmp_path)
-    assert len(engine.asked) == 20
 
 
 def test_no_row_left_is_an_error_that_counts_the_reasons(tmp_path: Path) -> None:
