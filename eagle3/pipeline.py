@@ -151,7 +151,7 @@ class Pipeline:
                     track,
                     f"generate {split}",
                     **gate,
-                    think_tokens=self.workspace.think_tokens,
+                    think_tokens=self.config.target.think_tokens,
                 )
             return facts | {"rows_digest": file_digest(folder / "rows.jsonl"), "pool": pool_signature}
 
@@ -200,15 +200,19 @@ class Pipeline:
     def train(self, rows: Artifact, states: Artifact) -> Artifact:
         from eagle3.training.train import train
 
-        section = self.config.training
+        section, settings = self.config.training, result_settings(self.config.training)
         inputs = {"rows": rows.facts["rows_digest"], "states": states.facts["pool"], "target": self.workspace.target_signature}
+        if section.init is not None:
+            from eagle3.drafter.pretrained import drafter_digest, fetch_drafter
+
+            inputs["init"] = drafter_digest(fetch_drafter(section.init))
+            settings["init"] = None  # the content counts, not the name
 
         def make(folder: Path, track: StageTracker) -> dict[str, Any]:
-            return train(
-                section, self.workspace.target, load_rows(rows.path / "rows.jsonl"), self.workspace.store.pool("states", states.facts["pool"]), folder, track
-            )
+            pool = self.workspace.store.pool("states", states.facts["pool"])
+            return train(section, self.workspace.target, rows.path / "rows.jsonl", pool, folder, track)
 
-        drafter = self.workspace.ensure("train", result_settings(section), inputs, make)
+        drafter = self.workspace.ensure("train", settings, inputs, make)
         remove_checkpoints(drafter.path)
         return drafter
 
@@ -237,10 +241,9 @@ class Pipeline:
             if path and not Path(path).expanduser().is_file():
                 raise DataError(f"{key}={path}: no such file.")
         target = self.workspace.target
-        if self.config.training.draft_vocab_size > target.vocab_size:
-            raise ConfigError(
-                f"training.draft_vocab_size={self.config.training.draft_vocab_size} exceeds the target's vocabulary of {target.vocab_size}: lower it."
-            )
+        size = self.config.training.draft_vocab_size
+        if size is not None and size > target.vocab_size:
+            raise ConfigError(f"training.draft_vocab_size={size} exceeds the target's vocabulary of {target.vocab_size}: lower it.")
         if self.config.generation.max_seq_len > target.max_context:
             raise ConfigError(f"generation.max_seq_len={self.config.generation.max_seq_len} exceeds the target's context of {target.max_context}: lower it.")
         log.debug("auxiliary layers %s", self.workspace.aux_layers)
