@@ -11,6 +11,8 @@ from filelock import FileLock
 
 # GNU OpenMP spins while it waits; beside another busy process that makes a small model ten times slower. Read when torch is loaded.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# No test needs the hub; without this, its client tries for half a minute before it says that there is none.
+os.environ["HF_HUB_OFFLINE"] = "1"
 
 CACHE = Path(__file__).parents[1] / "outputs" / "test-cache"
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import socket
 import subprocess
 import sys
 import zipfile
@@ -13,6 +15,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[1]
+VLLM = ROOT / ".venv-vllm"
 SMALL = [
     "target=path",
     "target.path=model",
@@ -140,6 +143,31 @@ def test_bad_input_is_one_sentence_and_leaves_nothing_that_a_later_run_would_tru
     assert len(said) == 1 and message in said[0]
     assert "Traceback" not in done.stderr
     assert sorted((run_folder / "outputs" / "store").rglob("manifest.json")) == manifests
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+def test_a_server_of_ours_answers_is_stopped_and_its_rows_train_a_drafter(tmp_path: Path, smollm2: Path, questions: Path) -> None:
+    if not VLLM.exists():
+        pytest.skip(f"{VLLM} is missing: run `make vllm`")
+    (tmp_path / "model").symlink_to(smollm2)
+    (tmp_path / "questions.jsonl").symlink_to(questions)
+    server = ["engine=vllm_cpu", f"engine.venv={VLLM}", "engine.server_args=[--enforce-eager]"]
+    said = _eagle3(*SMALL, *server, folder=tmp_path)
+    assert "the server is ready" in said
+    assert {arm["arm"] for arm in _results(tmp_path)["arms"]} == {"ours", "ngram"}
+    rows = [json.loads(line) for path in tmp_path.glob("outputs/store/generate/*/rows.jsonl") for line in path.read_text().splitlines()]
+    assert rows and all(row["provenance"]["exact"] and row["provenance"]["server"].startswith("vllm") for row in rows)
+    log = (tmp_path / "outputs" / "latest" / "vllm.log").read_text()
+    assert log and not _is_serving(log), "the server is gone when the run is over"
+    again = _eagle3(*SMALL, *server, folder=tmp_path)
+    assert "the server is ready" not in again and "everything was in the store already" in again
+
+
+def _is_serving(log: str) -> bool:
+    port = re.findall(r"127\.0\.0\.1:(\d+)", log)
+    with socket.socket() as probe:
+        return bool(port) and probe.connect_ex(("127.0.0.1", int(port[-1]))) == 0
 
 
 @pytest.mark.slow

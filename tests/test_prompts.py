@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eagle3.errors import DataError
-from eagle3.prompts import Prompt, in_fraction, load_prompts, new_prompt, read_prompts, select, write_prompts
+from eagle3.prompts import Prompt, in_fraction, load_prompts, new_prompt, read_hub, read_prompts, select, shuffled, write_prompts
 
 
 def _write(path: Path, *records: object) -> Path:
@@ -66,6 +66,41 @@ def test_bad_files_are_one_sentence_that_names_the_row(tmp_path: Path, content: 
         list(read_prompts(tmp_path / "p.jsonl"))
 
 
+@pytest.mark.parametrize("suffix", ["json", "parquet"])
+def test_tables_are_read_like_lines(tmp_path: Path, suffix: str) -> None:
+    import datasets
+
+    rows = [{"conversations": [{"from": "human", "value": f"question {number}"}, {"from": "gpt", "value": "left out"}]} for number in range(3)]
+    path = tmp_path / f"p.{suffix}"
+    table = datasets.Dataset.from_list(rows)
+    if suffix == "json":
+        path.write_text(json.dumps(rows))
+    else:
+        table.to_parquet(path)
+    assert list(read_prompts(path)) == _prompts(3)
+
+
+def test_a_table_that_is_none_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "p.parquet").write_text("not a table")
+    with pytest.raises(DataError, match=r"p\.parquet can't be read as parquet"):
+        list(read_prompts(tmp_path / "p.parquet"))
+
+
+def test_a_dataset_of_the_hub_is_shuffled_by_seed_and_its_counts_nest(tmp_path: Path) -> None:
+    import datasets
+
+    # The hub's client reads a folder in the same way as a repository; nothing is fetched.
+    datasets.Dataset.from_list([{"prompt": f"question {number}"} for number in range(50)]).to_parquet(tmp_path / "data.parquet")
+    read = [list(read_hub(str(tmp_path), None, "train", None, streaming=False, shuffle_seed=seed)) for seed in (1, 1, 2, None)]
+    assert read[0] == read[1] != read[2] and read[3] == _prompts(50)
+    assert {prompt.id for prompt in read[0]} == {prompt.id for prompt in read[3]}
+
+
+def test_a_dataset_that_the_hub_has_not_is_one_sentence() -> None:
+    with pytest.raises(DataError, match=r"dataset\.path=nobody/nothing can't be had from the hub"):
+        list(read_hub("nobody/nothing", None, "train", None, streaming=False, shuffle_seed=None))
+
+
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no such file"):
         list(read_prompts(tmp_path / "nothing.jsonl"))
@@ -86,6 +121,11 @@ def test_duplicates_and_prompts_that_are_evaluated_on_are_left_out_and_counted()
     selection = select([*prompts[:5], prompts[0], *prompts[5:]], 100, prompts[8:], 2, 0.1)
     assert [p.id for p in selection.train] == [p.id for p in prompts[:8]]
     assert (selection.num_duplicates, selection.num_decontaminated) == (1, 2)
+
+
+def test_a_shuffle_depends_on_its_seed_alone() -> None:
+    prompts = _prompts(20)
+    assert shuffled(iter(prompts), 3) == shuffled(prompts, 3) != shuffled(prompts, 4)
 
 
 def test_selection_reads_no_further_than_it_must() -> None:
