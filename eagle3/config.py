@@ -7,38 +7,14 @@ signatures, so changing them re-uses everything in the store. `conf/REFERENCE.md
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 from eagle3.errors import ConfigError
+from eagle3.knobs import at_least, knob, one_of, require
+from eagle3.training.settings import TrainingConfig as TrainingConfig
 
 STAGES = ("prompts", "generate", "capture", "train", "evaluate")
-T = TypeVar("T")
-
-
-def knob(default: T, doc: str, *, affects_result: bool = True) -> T:
-    """A field with its documentation; `affects_result=False` keeps it out of signatures."""
-    metadata = {"doc": doc, "affects_result": affects_result}
-    if isinstance(default, list):
-        return field(default_factory=lambda: list(default), metadata=metadata)  # type: ignore[return-value]
-    return field(default=default, metadata=metadata)
-
-
-def _require(holds: bool, key: str, value: object, rule: str) -> None:
-    if not holds:
-        raise ConfigError(f"{key}={value} can't work: {rule}.")
-
-
-def _at_least(section: object, name: str, keys: Mapping[str, float]) -> None:
-    for key, low in keys.items():
-        value = getattr(section, key)
-        if value is not None:
-            _require(value >= low, f"{name}.{key}", value, f"it must be at least {low}")
-
-
-def _one_of(key: str, value: str, choices: tuple[str, ...]) -> None:
-    _require(value in choices, key, value, f"choose one of {', '.join(choices)}")
 
 
 @dataclass(frozen=True)
@@ -55,7 +31,7 @@ class TargetConfig:
 
     def __post_init__(self) -> None:
         if self.think_tokens is not None:
-            _require(
+            require(
                 len(self.think_tokens) == 2,
                 "target.think_tokens",
                 self.think_tokens,
@@ -84,11 +60,11 @@ class DatasetConfig:
     seed: int = knob(0, "Seed of prompts that the target writes (magpie).")
 
     def __post_init__(self) -> None:
-        _one_of("dataset.name", self.name, ("magpie", "file", "hub"))
+        one_of("dataset.name", self.name, ("magpie", "file", "hub"))
         if self.name != "magpie" and not self.path:
             raise ConfigError(f"dataset.path is missing: give the {'file' if self.name == 'file' else 'name on the hub'} that prompts are read from.")
-        _at_least(self, "dataset", {"temperature": 0.0, "max_prompt_tokens": 8})
-        _require(0 < self.top_p <= 1, "dataset.top_p", self.top_p, "it must lie in (0, 1]")
+        at_least(self, "dataset", {"temperature": 0.0, "max_prompt_tokens": 8})
+        require(0 < self.top_p <= 1, "dataset.top_p", self.top_p, "it must lie in (0, 1]")
 
 
 @dataclass(frozen=True)
@@ -111,12 +87,12 @@ class EngineConfig:
     ready_timeout_s: float = knob(1800.0, "How long a server that is started may take to be ready, in seconds.", affects_result=False)
 
     def __post_init__(self) -> None:
-        _one_of("engine.name", self.name, ("transformers", "openai", "vllm", "vllm_cpu"))
+        one_of("engine.name", self.name, ("transformers", "openai", "vllm", "vllm_cpu"))
         if self.name == "openai" and not self.base_urls:
             raise ConfigError("engine.base_urls is empty: engine=openai needs the address of a server, like engine.base_urls=[http://localhost:8000/v1].")
-        _at_least(self, "engine", {"max_retries": 0, "ready_timeout_s": 1.0})
-        _one_of("engine.dtype", self.dtype, ("bfloat16", "float32"))
-        _one_of("engine.device", self.device, ("auto", "cpu", "cuda"))
+        at_least(self, "engine", {"max_retries": 0, "ready_timeout_s": 1.0})
+        one_of("engine.dtype", self.dtype, ("bfloat16", "float32"))
+        one_of("engine.device", self.device, ("auto", "cpu", "cuda"))
 
 
 @dataclass(frozen=True)
@@ -135,7 +111,7 @@ class GenerationConfig:
     seed: int = knob(0, "Seed of sampled answers; an answer depends on it and on its prompt, not on its neighbours.")
 
     def __post_init__(self) -> None:
-        _at_least(
+        at_least(
             self,
             "generation",
             {
@@ -148,15 +124,15 @@ class GenerationConfig:
                 "min_completion_tokens": 0,
             },
         )
-        _require(0 < self.top_p <= 1, "generation.top_p", self.top_p, "it must lie in (0, 1]")
-        _one_of("generation.truncated", self.truncated, ("keep", "drop"))
-        _require(
+        require(0 < self.top_p <= 1, "generation.top_p", self.top_p, "it must lie in (0, 1]")
+        one_of("generation.truncated", self.truncated, ("keep", "drop"))
+        require(
             self.min_completion_tokens <= self.max_completion_tokens,
             "generation.min_completion_tokens",
             self.min_completion_tokens,
             f"no answer can pass it when generation.max_completion_tokens={self.max_completion_tokens}",
         )
-        _require(
+        require(
             self.max_completion_tokens < self.max_seq_len,
             "generation.max_completion_tokens",
             self.max_completion_tokens,
@@ -177,46 +153,9 @@ class CaptureConfig:
     )
 
     def __post_init__(self) -> None:
-        _one_of("capture.name", self.name, ("transformers",))
-        _at_least(self, "capture", {"batch_tokens": 1, "shard_bytes": 1})
-        _require(0 <= self.min_head_agreement <= 1, "capture.min_head_agreement", self.min_head_agreement, "it must lie in [0, 1]")
-
-
-@dataclass(frozen=True)
-class TrainingConfig:
-    """The drafter and how it is trained."""
-
-    draft_vocab_size: int = knob(8192, "Tokens the drafter can propose: the most frequent ones of the training answers.")
-    num_layers: int = knob(1, "Transformer layers of the drafter.")
-    norm_before_residual: bool = knob(True, "Take the residual of the first layer behind its norm.")
-    fc_norm: bool = knob(False, "Norm each auxiliary state before they are joined.")
-    norm_output: bool = knob(False, "Feed the normed state, not the raw one, to the next TTT step (EAGLE 3.1).")
-    ttt_steps: int = knob(3, "Training-time test: how many self-fed steps the drafter is trained for.")
-    ttt_decay: float = knob(1.0, "Weight of TTT step s is ttt_decay ** s.")
-    loss: str = knob("kl_div", 'A loss of speculators (kl_div, ce, tv, nla, lk_hybrid, ...) or a JSON object of weights, like {"ce": 0.1, "tv": 0.9}.')
-    num_epochs: int = knob(4, "Passes over the training rows.")
-    batch_tokens: int = knob(2048, "Supervised tokens in one optimiser step.")
-    lr: float = knob(1e-3, "Peak learning rate of AdamW.")
-    warmup_ratio: float = knob(0.05, "Share of all steps in which the learning rate rises.")
-    weight_decay: float = knob(0.0, "AdamW's decoupled weight decay.")
-    max_grad_norm: float = knob(0.5, "Gradients are clipped to this norm.")
-    dtype: str = knob("bfloat16", "Autocast format of the forward pass; weights and optimiser state stay float32.")
-    validation_fraction: float = knob(0.05, "Share of training conversations held out to choose the best checkpoint by replayed acceptance length.")
-    seed: int = knob(0, "Seed of the drafter's weights and of the order of rows.")
-    device: str = knob("auto", "auto, cpu or cuda.", affects_result=False)
-    checkpoint_minutes: float = knob(
-        5.0, "Minutes between checkpoints that a killed run resumes from; one is also written after each epoch.", affects_result=False
-    )
-
-    def __post_init__(self) -> None:
-        low = {"draft_vocab_size": 1, "num_layers": 1, "ttt_steps": 1, "num_epochs": 1, "batch_tokens": 1, "weight_decay": 0.0, "checkpoint_minutes": 0.0}
-        _at_least(self, "training", low)
-        for key in ("lr", "ttt_decay", "max_grad_norm"):
-            _require(getattr(self, key) > 0, f"training.{key}", getattr(self, key), "it must be greater than 0")
-        _require(0 <= self.warmup_ratio < 1, "training.warmup_ratio", self.warmup_ratio, "it must lie in [0, 1)")
-        _require(0 < self.validation_fraction < 1, "training.validation_fraction", self.validation_fraction, "it must lie in (0, 1)")
-        _one_of("training.dtype", self.dtype, ("bfloat16", "float32"))
-        _one_of("training.device", self.device, ("auto", "cpu", "cuda"))
+        one_of("capture.name", self.name, ("transformers",))
+        at_least(self, "capture", {"batch_tokens": 1, "shard_bytes": 1})
+        require(0 <= self.min_head_agreement <= 1, "capture.min_head_agreement", self.min_head_agreement, "it must lie in [0, 1]")
 
 
 @dataclass(frozen=True)
@@ -228,9 +167,9 @@ class BaselineConfig:
     max_n: int = knob(4, "Longest n-gram looked up.")
 
     def __post_init__(self) -> None:
-        _one_of("baseline.name", self.name, ("ngram", "none"))
-        _at_least(self, "baseline", {"min_n": 1})
-        _require(self.min_n <= self.max_n, "baseline.min_n", self.min_n, f"it must not exceed baseline.max_n={self.max_n}")
+        one_of("baseline.name", self.name, ("ngram", "none"))
+        at_least(self, "baseline", {"min_n": 1})
+        require(self.min_n <= self.max_n, "baseline.min_n", self.min_n, f"it must not exceed baseline.max_n={self.max_n}")
 
 
 @dataclass(frozen=True)
@@ -249,10 +188,10 @@ class EvaluationConfig:
     max_completion_tokens: int = knob(8192, "Longest evaluation answer in tokens.")
 
     def __post_init__(self) -> None:
-        _at_least(self, "evaluation", {"k": 1, "max_k": 1, "num_prompts": 1, "temperature": 0.0, "max_completion_tokens": 2})
-        _require(self.k <= self.max_k, "evaluation.k", self.k, f"it must not exceed evaluation.max_k={self.max_k}")
-        _require(0 < self.top_p <= 1, "evaluation.top_p", self.top_p, "it must lie in (0, 1]")
-        _require(0 < self.holdout_fraction < 1, "evaluation.holdout_fraction", self.holdout_fraction, "it must lie in (0, 1)")
+        at_least(self, "evaluation", {"k": 1, "max_k": 1, "num_prompts": 1, "temperature": 0.0, "max_completion_tokens": 2})
+        require(self.k <= self.max_k, "evaluation.k", self.k, f"it must not exceed evaluation.max_k={self.max_k}")
+        require(0 < self.top_p <= 1, "evaluation.top_p", self.top_p, "it must lie in (0, 1]")
+        require(0 < self.holdout_fraction < 1, "evaluation.holdout_fraction", self.holdout_fraction, "it must lie in (0, 1)")
 
 
 @dataclass(frozen=True)
@@ -266,7 +205,7 @@ class TrackingConfig:
     tags: list[str] = knob([], "W&B tags.", affects_result=False)
 
     def __post_init__(self) -> None:
-        _one_of("tracking.mode", self.mode, ("offline", "online", "disabled"))
+        one_of("tracking.mode", self.mode, ("offline", "online", "disabled"))
 
 
 @dataclass(frozen=True)
@@ -294,8 +233,8 @@ class Config:
     paths: PathsConfig = field(default_factory=PathsConfig)
 
     def __post_init__(self) -> None:
-        _one_of("until", self.until, STAGES)
-        _require(
+        one_of("until", self.until, STAGES)
+        require(
             self.evaluation.max_completion_tokens < self.generation.max_seq_len,
             "evaluation.max_completion_tokens",
             self.evaluation.max_completion_tokens,

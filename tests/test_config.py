@@ -61,6 +61,12 @@ def test_every_key_is_documented_and_the_reference_page_is_current() -> None:
         (["generation.max_completion_tokens=4096"], "leaves no room for a prompt"),
         (["until=training"], "choose one of prompts, generate, capture, train, evaluate"),
         (["training.lr=-1"], "greater than 0"),
+        (["training.loss=hinge"], r"training\.loss=hinge .* give one of ce, jsd, kl_div"),
+        (["training.betas=[0.9]"], r"training\.betas=\[0\.9\] .* two numbers"),
+        (["training.max_minutes=0"], r"training\.max_minutes=0\.0 .* greater than 0"),
+        (["training.optimizer=sgd"], "choose one of adamw, muon"),
+        (["training.schedule=constant", "training.min_lr_ratio=0.1"], r"means nothing with training\.schedule=constant"),
+        (["training.init=folder", "training.pinned_tokens=[3]"], r"pinned_tokens can't be set with training\.init"),
         (["target.path=somewhere"], "set exactly one of them"),
     ],
 )
