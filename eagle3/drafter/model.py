@@ -16,7 +16,7 @@ from eagle3.drafter.vocabulary import VocabularyMap
 from eagle3.errors import DrafterError
 
 if TYPE_CHECKING:
-    from speculators.models.eagle3 import Eagle3DraftModel
+    from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
 
 # Needs no accelerator; our own forward never calls it, speculators' (the reference in tests) does.
 _ATTENTION = "sdpa"
@@ -56,7 +56,7 @@ def new_drafter(
     from speculators.train.cli import create_transformer_layer_config
 
     target = str(Path(target_path).resolve()) if Path(target_path).is_dir() else target_path
-    with _quiet(), torch.random.fork_rng(devices=[]):
+    with quiet(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
             layer_config = create_transformer_layer_config(
@@ -96,7 +96,7 @@ def save_drafter(drafter: Eagle3DraftModel, folder: Path) -> None:
     if foreign:
         raise DrafterError(f"{folder} holds {foreign[0]}, which is no part of a drafter; save to a folder of its own.")
     staging = folder.with_name(folder.name + ".partial")
-    with _quiet():
+    with quiet():
         drafter.save_pretrained(staging)
     if folder.exists():
         shutil.rmtree(folder)
@@ -112,16 +112,35 @@ def load_drafter(folder: Path, target_path: str | None = None) -> Eagle3DraftMod
     Raises:
         DrafterError: what is wrong with the checkpoint, or that the target can't be read.
     """
-    from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
+    from speculators.models.eagle3 import Eagle3SpeculatorConfig
 
-    with _quiet(), torch.random.fork_rng(devices=[]):
+    with quiet():
         try:
             config = Eagle3SpeculatorConfig.from_pretrained(folder)
             assert isinstance(config, Eagle3SpeculatorConfig)
-            config.transformer_layer_config._attn_implementation = _ATTENTION
-            drafter = Eagle3DraftModel(config)
-            weights = _read_weights(folder)
+            weights = read_weights(folder)
         except (OSError, ValueError, NotImplementedError, KeyError) as error:
+            raise DrafterError(f"{folder} is not an EAGLE-3 drafter in speculators' format: {error}") from error
+    return build_drafter(config, weights, folder, target_path)
+
+
+def build_drafter(config: Eagle3SpeculatorConfig, weights: dict[str, Tensor], folder: Path, target_path: str | None) -> Eagle3DraftModel:
+    """The fp32 drafter of `config` with exactly these weights; what is the target's own is taken from there.
+
+    Args:
+        weights: under speculators' names.
+        folder: where they are from, for messages.
+
+    Raises:
+        DrafterError: a weight is missing, unknown, of a wrong shape or not finite, or the target can't be read.
+    """
+    from speculators.models.eagle3 import Eagle3DraftModel
+
+    with quiet(), torch.random.fork_rng(devices=[]):
+        config.transformer_layer_config._attn_implementation = _ATTENTION
+        try:
+            drafter = Eagle3DraftModel(config)
+        except (ValueError, NotImplementedError, KeyError) as error:
             raise DrafterError(f"{folder} is not an EAGLE-3 drafter in speculators' format: {error}") from error
         _check_weights(weights, drafter.state_dict(), folder)
         drafter.load_state_dict(weights, strict=False)
@@ -135,7 +154,8 @@ def load_drafter(folder: Path, target_path: str | None = None) -> Eagle3DraftMod
     return drafter
 
 
-def _read_weights(folder: Path) -> dict[str, Tensor]:
+def read_weights(folder: Path) -> dict[str, Tensor]:
+    """Every tensor of a checkpoint, from all its .safetensors files."""
     from safetensors.torch import load_file
 
     shards = sorted(folder.glob("*.safetensors"))
@@ -167,7 +187,7 @@ def _refuse_nan(weights: dict[str, Tensor], where: str) -> None:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Silence what speculators says of normal cases (one weight file, tied embeddings, a target without a dense MLP) and transformers' progress bars."""
     from loguru import logger
     from transformers.utils import logging

@@ -162,8 +162,7 @@ def draft_states(drafter: Eagle3DraftModel, batch: TTTBatch, needed_BL: Tensor, 
         row, position = (places.row_T, places.position_T) if is_first else (places.row_N, places.position_N)
         # Past a row's end there is no token to force; the states made there belong to no supervised step.
         token = batch.input_ids_BL[row, (position + 1 + step).clamp(max=batch.input_ids_BL.shape[1] - 1)]
-        with torch.no_grad():
-            embeddings = drafter.embed_tokens(token)
+        embeddings = drafter.embed_tokens(token)
         hidden = hidden.to(embeddings.dtype)
         rotary = tuple(table[0] for table in drafter.rotary_emb(hidden, (position + 1 + step)[None]))
         for index, (layer, memory) in enumerate(zip(drafter.layers, attended)):

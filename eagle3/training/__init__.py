@@ -9,4 +9,5 @@ CHECKPOINT_FILE = "checkpoint.pt"
 def remove_checkpoints(folder: Path) -> None:
     """Remove what only a resumed run would need, once the stage is finished."""
     for name in (BEST_FILE, CHECKPOINT_FILE):
-        (folder / name).unlink(missing_ok=True)
+        for path in (folder / name, folder / f".{name}"):  # a killed run may have left the second, half written
+            path.unlink(missing_ok=True)

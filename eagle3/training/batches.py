@@ -13,7 +13,7 @@ from eagle3.hidden_states import StateReader
 from eagle3.prompts import in_fraction
 from eagle3.store import digest
 
-# Padded tokens that go through the drafter at once; more gains no speed and costs memory.
+# Padded tokens that go through the drafter at once where no setting says so.
 MICRO_BATCH_TOKENS = 8192
 
 
@@ -33,6 +33,12 @@ class CompactRow:
 
 def compact(row: Row) -> CompactRow:
     return CompactRow(row.id, torch.tensor(row.input_ids, dtype=torch.int32), torch.tensor(row.loss_mask, dtype=torch.bool))
+
+
+def count(rows: Iterable[CompactRow], normalizer: str) -> int:
+    """What the loss of an optimiser step is divided by: supervised tokens, all positions, or rows (`TTTBatch.count` of all of them together)."""
+    each = {"supervised": lambda row: row.num_supervised, "positions": lambda row: len(row.input_ids), "rows": lambda row: 1}[normalizer]
+    return sum(map(each, rows))
 
 
 def split_validation(prompt_ids: Iterable[str], fraction: float) -> set[str]:

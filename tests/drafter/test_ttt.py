@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 import torch
 from speculators.losses import resolve_loss_config
+from speculators.losses.utils import _LOSS_FN_MAPS
 from speculators.models.eagle3 import shift_batch
 from torch import Tensor
 from transformers import DynamicCache
 
 from eagle3.drafter.ttt import TTTBatch, draft_matches, ttt_loss
 from eagle3.errors import DrafterError, TrainingError
+from eagle3.training.settings import LOSSES
 
 NUM_STEPS = 3
 # (prompt length, answer length) of the rows most tests use.
@@ -81,6 +83,10 @@ def test_loss_and_every_gradient_equal_speculators(make_drafter: Maker, make_bat
 @pytest.mark.parametrize("loss", ["ce", "tv", "lk_hybrid", '{"kl_div": 1.0}', '{"ce": 0.1, "jsd": 0.9}'])
 def test_every_loss_equals_speculators(make_drafter: Maker, make_batch: Maker, loss: str) -> None:
     assert_parity(make_drafter(), make_batch(ROWS), loss)
+
+
+def test_the_configuration_knows_every_loss() -> None:
+    assert set(LOSSES) == set(_LOSS_FN_MAPS["eager"])
 
 
 def test_a_trained_head_gets_speculators_gradient(make_drafter: Maker, make_batch: Maker) -> None:
