@@ -52,13 +52,14 @@ def launch(job: Job, track: StageTracker) -> dict[str, Any]:
     with log_path.open("w") as log:
         # In a session of its own, so that Ctrl-C reaches the workers through us alone.
         process = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True)
-    assert process.stdin is not None and process.stdout is not None
-    try:
-        with on_sigterm(process.stdin.close):
-            facts = _follow(_events(process.stdout), track)
-    finally:
-        process.stdin.close()
-        process.wait()
+    with process:
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            with on_sigterm(process.stdin.close):
+                facts = _follow(_events(process.stdout), track)
+        finally:
+            process.stdin.close()
+            process.wait()
     if facts is None:
         tail = "\n".join(log_path.read_text(errors="replace").splitlines()[-_LOG_TAIL_LINES:])
         raise TrainingError(f"the training processes ended with status {process.returncode} and no result. The end of {log_path}:\n{tail}")
