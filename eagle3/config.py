@@ -145,7 +145,7 @@ class CaptureConfig:
     """Which hidden states are kept, and how."""
 
     name: str = knob("transformers", "`transformers`: one forward pass in this process over finished rows.")
-    aux_layers: list[int] | None = knob(None, "Auxiliary layers the drafter reads; null takes EAGLE-3's 2, n/2, n-3.")
+    aux_layers: list[int] | None = knob(None, "Auxiliary layers the drafter reads; null takes those of training.init, or EAGLE-3's 2, n/2, n-3.")
     batch_tokens: int = knob(2048, "Tokens in one forward pass.", affects_result=False)
     shard_bytes: int = knob(268435456, "A shard is closed when it reaches this size, in bytes.", affects_result=False)
     min_head_agreement: float = knob(

@@ -141,10 +141,18 @@ class Workspace:
 
     @functools.cached_property
     def aux_layers(self) -> list[int]:
-        """The layers our drafter reads, checked against the target's depth."""
+        """The layers our drafter reads, those of its checkpoint if it goes on from one, checked against the target's depth."""
         from eagle3.targets import default_aux_layers
 
-        layers = self.config.capture.aux_layers or list(default_aux_layers(self.target.num_layers))
+        layers, init = self.config.capture.aux_layers, self.config.training.init
+        if init is not None:
+            from eagle3.drafter.pretrained import aux_layers, fetch_drafter
+
+            read = aux_layers(fetch_drafter(init), self.target.num_layers)
+            if layers is not None and layers != read:
+                raise ConfigError(f"capture.aux_layers={layers}, but the drafter of training.init={init} reads {read}: leave capture.aux_layers null.")
+            layers = read
+        layers = layers or list(default_aux_layers(self.target.num_layers))
         if len(set(layers)) < len(layers) or not all(1 <= layer < self.target.num_layers for layer in layers):
             raise ConfigError(
                 f"capture.aux_layers={layers} must be distinct and lie in 1..{self.target.num_layers - 1}, the target has {self.target.num_layers} layers."

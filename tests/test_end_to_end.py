@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import re
 import socket
 import subprocess
@@ -117,6 +118,16 @@ def test_another_learning_rate_trains_on_the_same_rows_and_states(run_folder: Pa
 
 
 @pytest.mark.slow
+def test_fine_tuning_goes_on_from_a_drafter_wherever_it_lies(run_folder: Path, tmp_path: Path) -> None:
+    source = Path(_results(run_folder)["drafter"])
+    settings = [argument for argument in SMALL if "draft_vocab_size" not in argument]
+    for place in (source, Path(shutil.copytree(source, tmp_path / "copy"))):
+        _eagle3(*settings, f"training.init={place}", folder=run_folder)
+    assert set(_stages(run_folder).values()) == {"cached"}
+    assert _results(run_folder)["drafter"] != str(source)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -127,6 +138,7 @@ def test_another_learning_rate_trains_on_the_same_rows_and_states(run_folder: Pa
         (["evaluation.k=0"], "evaluation.k=0 can't work"),
         (["generation.num_samples=0"], "generation.num_samples=0 can't work"),
         (["training.warmup=1"], "Key 'warmup' not in 'TrainingConfig'"),
+        (["training.init=nowhere"], "training.init=nowhere holds no config.json with weights in .safetensors"),
         (["capture.aux_layers=[2,2,5]"], "capture.aux_layers=[2, 2, 5] must be distinct"),
         (["generation.max_seq_len=9000"], "exceeds the target's context of 8192"),
         (["paths.store=/proc/store"], "paths.store=/proc/store can't be written"),

@@ -102,9 +102,9 @@ def test_what_does_not_fit_is_one_sentence(exported: Path, target: TargetInfo, t
         load_initial(str(exported), target, [1, 2, 3], {})
     with pytest.raises(DrafterError, match=r"training\.draft_vocab_size=99 can't be had .* has 150: leave training\.draft_vocab_size null"):
         load_initial(str(exported), target, LAYERS, {"num_layers": 1, "draft_vocab_size": 99})
-    with pytest.raises(DrafterError, match="a target of 500 tokens and hidden size 64, but .* has 500 and 128"):
+    with pytest.raises(DrafterError, match=r"a target of 500 tokens and hidden size 64, but .* has 500 and 128"):
         load_initial(str(exported), TargetInfo(target.path, 128, 4, 500, 512, ()), LAYERS, {})
-    with pytest.raises(DrafterError, match="no config.json with weights"):
+    with pytest.raises(DrafterError, match=r"no config\.json with weights"):
         load_initial(str(tmp_path), target, LAYERS, {})
     change(exported, architectures=["Eagle3DeepseekV2ForCausalLM"])
     with pytest.raises(DrafterError, match="not an EAGLE-3 drafter"):

@@ -42,7 +42,7 @@ def test_an_error_of_any_process_is_one_sentence(train_in: Train, world: Path, t
     lines = [json.loads(line) for line in (world / "rows.jsonl").read_text().splitlines()]
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps(row | ({"id": "lost"} if row["id"] == "r9" else {})) + "\n" for row in lines))
-    with pytest.raises(TrainingError, match="^row lost has no hidden states"):
+    with pytest.raises(TrainingError, match=r"^row lost has no hidden states"):
         train_in(tmp_path / "a", rows=rows, num_gpus=2, **TWENTY)
 
 
