@@ -15,6 +15,7 @@ from eagle3.knobs import at_least, knob, one_of, require
 from eagle3.training.settings import TrainingConfig as TrainingConfig
 
 STAGES = ("prompts", "generate", "capture", "train", "evaluate")
+ARMS = ("none", "ngram", "baseline", "ours")
 
 
 @dataclass(frozen=True)
@@ -162,14 +163,24 @@ class CaptureConfig:
 class BaselineConfig:
     """What our drafter is compared with."""
 
-    name: str = knob("ngram", "`ngram`: prompt lookup, which every server offers without training; `none`.")
-    min_n: int = knob(2, "Shortest n-gram looked up.")
-    max_n: int = knob(4, "Longest n-gram looked up.")
+    name: str = knob(
+        "ngram", "`ngram`: prompt lookup, which every server offers without training; `none`; else the arm's name for the drafter at baseline.path."
+    )
+    path: str | None = knob(None, "Folder or hub name of a drafter for the same target, in speculators' form or in that of EAGLE and SpecForge.")
+    min_n: int = knob(2, "Shortest n-gram that `ngram` looks up.")
+    max_n: int = knob(4, "Longest n-gram that `ngram` looks up.")
+    published: dict[str, float] = knob({}, "Acceptance lengths that others published for it, by test set; shown as published.", affects_result=False)
+    published_source: str | None = knob(None, "Where they were published, and how they were measured.", affects_result=False)
 
     def __post_init__(self) -> None:
-        one_of("baseline.name", self.name, ("ngram", "none"))
         at_least(self, "baseline", {"min_n": 1})
         require(self.min_n <= self.max_n, "baseline.min_n", self.min_n, f"it must not exceed baseline.max_n={self.max_n}")
+        if self.name in ("ngram", "none"):
+            require(self.path is None, "baseline.path", self.path, f"baseline={self.name} has no drafter; choose baseline=path")
+        elif not self.path:
+            raise ConfigError(f"baseline.path is missing: give the folder or hub name of the drafter that is to be compared as {self.name}.")
+        require(self.name != "ours", "baseline.name", self.name, "that is our own drafter in tables")
+        require(not self.published or bool(self.published_source), "baseline.published", self.published, "say in baseline.published_source where they are from")
 
 
 @dataclass(frozen=True)
@@ -186,12 +197,39 @@ class EvaluationConfig:
     temperature: float = knob(0.0, "Sampling temperature of the evaluation answers.")
     top_p: float = knob(1.0, "Nucleus mass of the evaluation answers.")
     max_completion_tokens: int = knob(8192, "Longest evaluation answer in tokens.")
+    live: bool = knob(False, "Also ask a live vLLM server for each arm: its own counters, tokens/s, and whether the answers stay the same.")
+    live_arms: list[str] = knob(["none", "ngram", "baseline", "ours"], f"Arms measured live, of {', '.join(ARMS)}; `none` is the target without speculation.")
+    live_ks: list[int] = knob([], "Draft tokens per verification measured live, a server for each; empty is evaluation.k alone.")
+    concurrencies: list[int] = knob([1, 8], "Requests in flight, a pass over the prompts for each; intervals of acceptance need 1.")
+    live_urls: dict[str, str] = knob({}, "Addresses of vLLM servers that run already, by arm, like {none: 'http://host:8000/v1'}; others are started.")
 
     def __post_init__(self) -> None:
         at_least(self, "evaluation", {"k": 1, "max_k": 1, "num_prompts": 1, "temperature": 0.0, "max_completion_tokens": 2})
         require(self.k <= self.max_k, "evaluation.k", self.k, f"it must not exceed evaluation.max_k={self.max_k}")
         require(0 < self.top_p <= 1, "evaluation.top_p", self.top_p, "it must lie in (0, 1]")
         require(0 < self.holdout_fraction < 1, "evaluation.holdout_fraction", self.holdout_fraction, "it must lie in (0, 1)")
+        for key, arms in (("live_arms", self.live_arms), ("live_urls", list(self.live_urls))):
+            for arm in arms:
+                one_of(f"evaluation.{key}", arm, ARMS)
+        require(bool(self.live_arms), "evaluation.live_arms", self.live_arms, "name at least one arm")
+        ks = self.live_ks or [self.k]
+        require(all(1 <= k <= self.max_k for k in ks), "evaluation.live_ks", ks, f"each must lie in 1..evaluation.max_k={self.max_k}")
+        require(not self.live_urls or len(ks) == 1, "evaluation.live_ks", ks, "a server that runs already has one k; give that one")
+        require(bool(self.concurrencies) and min(self.concurrencies) >= 1, "evaluation.concurrencies", self.concurrencies, "give numbers of at least 1")
+
+
+@dataclass(frozen=True)
+class ServeConfig:
+    """What `eagle3 serve` serves: the target of a finished run with the drafter it made."""
+
+    run: str = knob("outputs/latest", "Folder of the run.", affects_result=False)
+    k: int | None = knob(None, "Draft tokens per verification; null is the best one for serve.concurrency by the run's measurements.", affects_result=False)
+    concurrency: int = knob(1, "Requests that the server is to work on at once, as a rule.", affects_result=False)
+    port: int = knob(8000, "Port on the loopback.", affects_result=False)
+    print_only: bool = knob(False, "Print the command line for another machine instead of running it.", affects_result=False)
+
+    def __post_init__(self) -> None:
+        at_least(self, "serve", {"k": 1, "concurrency": 1, "port": 1})
 
 
 @dataclass(frozen=True)
@@ -229,6 +267,7 @@ class Config:
     training: TrainingConfig = field(default_factory=TrainingConfig)
     baseline: BaselineConfig = field(default_factory=BaselineConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    serve: ServeConfig = field(default_factory=ServeConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     paths: PathsConfig = field(default_factory=PathsConfig)
 
@@ -240,6 +279,11 @@ class Config:
             self.evaluation.max_completion_tokens,
             f"it leaves no room for a prompt in generation.max_seq_len={self.generation.max_seq_len}",
         )
+        started = [arm for arm in self.evaluation.live_arms if arm not in self.evaluation.live_urls]
+        if self.evaluation.live and started and self.engine.name not in ("vllm", "vllm_cpu"):
+            raise ConfigError(
+                f"evaluation.live=true needs a vLLM server for {', '.join(started)}: set engine=vllm or vllm_cpu, or name theirs in evaluation.live_urls."
+            )
 
 
 def result_settings(section: Any) -> dict[str, Any]:
@@ -257,6 +301,8 @@ def schema() -> Any:
     tree = OmegaConf.structured(Config)
     for node in (tree, *(tree[f.name] for f in dataclasses.fields(Config) if f.name != "until")):
         OmegaConf.set_readonly(node, None)
+    for open_keys in (tree.baseline.published, tree.evaluation.live_urls):
+        OmegaConf.set_struct(open_keys, False)
     return tree
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import field
 from typing import TypeVar
 
@@ -14,8 +15,8 @@ T = TypeVar("T")
 def knob(default: T, doc: str, *, affects_result: bool = True) -> T:
     """A field with its documentation; `affects_result=False` keeps it out of signatures."""
     metadata = {"doc": doc, "affects_result": affects_result}
-    if isinstance(default, list):
-        return field(default_factory=lambda: list(default), metadata=metadata)  # type: ignore[return-value]
+    if isinstance(default, list | dict):
+        return field(default_factory=lambda: copy(default), metadata=metadata)
     return field(default=default, metadata=metadata)
 
 

@@ -15,6 +15,7 @@ from eagle3.reference import reference
 CONF = Path(__file__).parents[1] / "conf"
 CHOICES = sorted(f"{path.parent.name}={path.stem}" for path in CONF.glob("*/*.yaml"))
 NEEDS = {
+    "baseline=path": ["baseline.path=drafter"],
     "evaluation=large": ["generation=large"],
     "dataset=jsonl": ["dataset.path=prompts.jsonl"],
     "dataset=file": ["dataset.path=prompts.parquet"],
@@ -68,6 +69,16 @@ def test_every_key_is_documented_and_the_reference_page_is_current() -> None:
         (["training.schedule=constant", "training.min_lr_ratio=0.1"], r"means nothing with training\.schedule=constant"),
         (["training.init=folder", "training.pinned_tokens=[3]"], r"pinned_tokens can't be set with training\.init"),
         (["target.path=somewhere"], "set exactly one of them"),
+        (["baseline=path"], r"baseline\.path is missing"),
+        (["baseline.path=drafter"], "choose baseline=path"),
+        (["baseline=path", "baseline.path=drafter", "baseline.name=ours"], r"baseline\.name=ours .* our own"),
+        (["baseline=path", "baseline.path=drafter", "baseline.published.GSM8K=3.1"], r"baseline\.published_source"),
+        (["evaluation.live=true"], r"needs a vLLM server for none, ngram, baseline, ours: set engine=vllm"),
+        (["evaluation.live_arms=[ours,theirs]"], r"evaluation\.live_arms=theirs .* choose one of none, ngram, baseline, ours"),
+        (["evaluation.live_ks=[1,9]"], r"evaluation\.live_ks=\[1, 9\] .*evaluation\.max_k=5"),
+        (["evaluation.concurrencies=[0]"], r"evaluation\.concurrencies=\[0\]"),
+        (["evaluation.live_urls.ours=http://host:1/v1", "evaluation.live_ks=[1,3]"], "has one k"),
+        (["serve.k=0"], r"serve\.k=0 .* at least 1"),
     ],
 )
 def test_a_mistake_is_one_sentence_that_names_the_key(overrides: list[str], message: str) -> None:
