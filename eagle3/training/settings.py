@@ -40,7 +40,7 @@ class TrainingConfig:
     loss: str = knob("kl_div", 'A loss of speculators (kl_div, ce, tv, nla, lk_hybrid, ...) or a JSON object of weights, like {"ce": 0.1, "tv": 0.9}.')
     normalizer: str = knob("supervised", "What the loss of an optimiser step is divided by: its supervised tokens, all its positions, or its rows.")
     # The optimiser
-    batch_tokens: int = knob(2048, "Supervised tokens in one optimiser step, over all processes.")
+    batch_tokens: int = knob(512, "Supervised tokens in one optimiser step, over all processes.")
     optimizer: str = knob("adamw", "adamw, or muon: Muon for matrices, its update scaled to AdamW's so that lr means the same, and AdamW for the rest.")
     lr: float = knob(1e-3, "Peak learning rate.")
     betas: list[float] = knob([0.9, 0.95], "AdamW's decay rates of the first and second moment.")
@@ -50,7 +50,7 @@ class TrainingConfig:
     warmup_ratio: float = knob(0.05, "Share of the training in which the learning rate rises.")
     min_lr_ratio: float = knob(0.0, "The learning rate falls to this share of its peak.")
     # How long
-    num_epochs: int = knob(4, "Passes over the training rows; training stops at the first of num_epochs, max_steps and max_minutes.")
+    num_epochs: int = knob(6, "Passes over the training rows; training stops at the first of num_epochs, max_steps and max_minutes.")
     max_steps: int | None = knob(None, "Optimiser steps at most.")
     max_minutes: float | None = knob(
         None,
