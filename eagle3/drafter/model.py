@@ -55,7 +55,7 @@ def new_drafter(
     from speculators.models.eagle3 import Eagle3DraftModel
     from speculators.train.cli import create_transformer_layer_config
 
-    target = str(Path(target_path).resolve()) if Path(target_path).is_dir() else target_path
+    target = _absolute(target_path)
     with quiet(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
@@ -145,7 +145,7 @@ def build_drafter(config: Eagle3SpeculatorConfig, weights: dict[str, Tensor], fo
         _check_weights(weights, drafter.state_dict(), folder)
         drafter.load_state_dict(weights, strict=False)
         verifier = config.speculators_config.verifier
-        verifier.name_or_path = target_path or verifier.name_or_path
+        verifier.name_or_path = verifier.name_or_path if target_path is None else _absolute(target_path)
         try:
             drafter.load_verifier_weights()
         except (OSError, ValueError, RuntimeError) as error:
@@ -162,6 +162,11 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
     if not shards:
         raise FileNotFoundError("it holds no .safetensors file")
     return {name: weight for shard in shards for name, weight in load_file(shard).items()}
+
+
+def _absolute(target: str) -> str:
+    """A folder as it is found from anywhere; a hub name as it is."""
+    return str(Path(target).resolve()) if Path(target).is_dir() else target
 
 
 def _check_weights(weights: dict[str, Tensor], expected: dict[str, Tensor], folder: Path) -> None:

@@ -69,6 +69,15 @@ def test_a_saved_drafter_is_the_same_drafter(make_drafter: Maker, make_batch: Ma
     assert {"d2t", "t2d", "embed_tokens.weight", "lm_head.weight"} <= load_file(tmp_path / "drafter" / "model.safetensors").keys()
 
 
+def test_a_checkpoint_names_its_target_so_that_it_is_found_from_anywhere(
+    checkpoint: Path, target_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(Path(target_path).parent)
+    save_drafter(load_drafter(checkpoint, Path(target_path).name), checkpoint)
+    monkeypatch.chdir(tmp_path)
+    assert load_drafter(checkpoint).config.speculators_config.verifier.name_or_path == target_path
+
+
 def test_a_full_vocabulary_needs_no_map(target_path: str, make_batch: Maker, tmp_path: Path) -> None:
     save_drafter(new_drafter(target_path, [1, 2, 3], build_vocabulary_map({}, 500, 500)), tmp_path / "drafter")
     loaded = load_drafter(tmp_path / "drafter")
