@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import logging
+import platform
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ from eagle3.workspace import VERSIONS, Workspace, say_waiting
 
 if TYPE_CHECKING:
     from eagle3.engines import Sampling
+    from eagle3.evaluation.baseline import Baseline
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +68,8 @@ class Pipeline:
                 made[stage] = self.train(made["generate"]["train"], made["capture"]["train"])
             else:
                 made[stage] = self.evaluate(made["generate"]["evaluation"], made["capture"]["evaluation"], made["train"])
+                if self.config.evaluation.live:
+                    made["live"] = self.live(made["generate"]["evaluation"], made["train"])
         return self._report(made)
 
     # Stages: each says what its artifact is named by, and which module makes it.
@@ -218,21 +222,66 @@ class Pipeline:
 
     def evaluate(self, rows: Artifact, states: Artifact, drafter: Artifact) -> Artifact:
         section, baseline = self.config.evaluation, self.config.baseline
-        settings = {"max_k": section.max_k, "baseline": result_settings(baseline), "temperature": section.temperature}
-        inputs = {"rows": rows.facts["rows_digest"], "states": states.facts["pool"], "drafter": drafter.signature}
+        settings = {"max_k": section.max_k, "baseline": self._baseline_settings, "temperature": section.temperature}
+        inputs = {"rows": rows.facts["rows_digest"], "states": states.facts["pool"], "drafter": drafter.signature} | self._baseline_inputs
 
         def make(folder: Path, track: StageTracker) -> dict[str, Any]:
             from eagle3.evaluation.evaluate import evaluate
 
             held_out = list(load_rows(rows.path / "rows.jsonl"))
-            reports, facts = evaluate(
-                section, baseline, self.config.training, held_out, self.workspace.store.pool("states", states.facts["pool"]), drafter.path / "drafter"
-            )
+            pool = self.workspace.store.pool("states", states.facts["pool"])
+            reports, facts = evaluate(section, baseline, self.config.training, held_out, pool, drafter.path / "drafter", self._baseline)
             write_json(folder / "reports.json", [report.to_dict() for report in reports])
             track.summary({f"eval/{report.arm}/acceptance_length_k{report.k}": report.acceptance_length for report in reports} | facts)
             return facts | {"tokens": sum(report.num_tokens for report in reports)}
 
         return self.workspace.ensure("evaluate", settings, inputs, make)
+
+    def live(self, rows: Artifact, drafter: Artifact) -> Artifact:
+        """All arms in one artifact: figures of different hours on one machine are not comparable."""
+        section, sampling = self.config.evaluation, self._sampling("evaluation")
+        settings = {key: getattr(section, key) for key in ("live_arms", "concurrencies", "live_urls")} | {
+            "ks": section.live_ks or [section.k],
+            "baseline": self._baseline_settings,
+            "engine": self.workspace.engine_settings,
+            "sampling": vars(sampling) | {"stop_ids": list(sampling.stop_ids)},
+        }
+        inputs = {"rows": rows.facts["rows_digest"], "drafter": drafter.signature, "target": self.workspace.target_signature} | self._baseline_inputs
+
+        def make(folder: Path, track: StageTracker) -> dict[str, Any]:
+            from eagle3.evaluation.arms import live_arms, measure_arms
+            from eagle3.evaluation.live import write_live
+
+            theirs = self._baseline
+            if theirs is not None:
+                theirs.load()  # refused here, with its reason, and not by a server
+            arms = live_arms(section, self.config.baseline, drafter.path / "drafter", None if theirs is None else theirs.folder)
+            held_out = list(load_rows(rows.path / "rows.jsonl"))
+            self.workspace.release_model()
+            served, timeout_s = self.workspace.served_name, self.config.generation.timeout_s
+            reports = measure_arms(arms, self.workspace.live_server, served, held_out, sampling, section.concurrencies, timeout_s)
+            write_live(folder, reports)
+            track.summary({f"live/{report.arm}/k{report.k}/c{report.concurrency}/tokens_per_s": report.tokens_per_s for report in reports})
+            return {"tokens": sum(report.num_tokens for report in reports), "machine": platform.node()}
+
+        return self.workspace.ensure("live", settings, inputs, make)
+
+    @functools.cached_property
+    def _baseline(self) -> Baseline | None:
+        """The baseline's drafter, if that is what ours is compared with."""
+        if self.config.baseline.path is None:
+            return None
+        from eagle3.evaluation.baseline import Baseline
+
+        return Baseline(self.config.baseline, self.workspace.target, self.workspace.aux_layers)
+
+    @property
+    def _baseline_settings(self) -> dict[str, Any]:
+        return result_settings(self.config.baseline) | {"path": None}  # the content counts, not the place
+
+    @property
+    def _baseline_inputs(self) -> dict[str, str]:
+        return {} if self._baseline is None else {"baseline": self._baseline.digest}
 
     def _check_inputs(self) -> None:
         """What can be known to fail before any work starts."""
@@ -247,6 +296,8 @@ class Pipeline:
         if self.config.generation.max_seq_len > target.max_context:
             raise ConfigError(f"generation.max_seq_len={self.config.generation.max_seq_len} exceeds the target's context of {target.max_context}: lower it.")
         log.debug("auxiliary layers %s", self.workspace.aux_layers)
+        if self._baseline is not None and self.config.until == "evaluate":
+            self._baseline.check()
 
     def _show_generation(self, made: Mapping[str, Artifact]) -> None:
         """How the answers came about, for each split: `generation.json` and a picture."""
@@ -266,16 +317,30 @@ class Pipeline:
                 log.info("stopped after until=%s: %s", self.config.until, artifact.path)
             return None
         from eagle3.comparison.plots import plot_run
-        from eagle3.comparison.table import results_table, stages_table
+        from eagle3.comparison.table import live_table, results_table, stages_table
+        from eagle3.evaluation.live import read_live
         from eagle3.evaluation.report import AcceptanceReport
 
         reports = [AcceptanceReport.from_dict(report) for report in json.loads((made["evaluate"].path / "reports.json").read_text())]
+        live = read_live(made["live"].path) if "live" in made else []
+        held_out = list(load_rows(made["generate"]["evaluation"].path / "rows.jsonl")) if live else []
+        reports += [acceptance for report in live if (acceptance := report.acceptance(held_out)) is not None]
+        baseline = self.config.baseline
         results = collect_results(
-            reports, "ours", self.config.evaluation.k, self.workspace.stages, str(made["train"].path / "drafter"), made["evaluate"].facts["vocabulary_coverage"]
+            reports,
+            "ours",
+            self.config.evaluation.k,
+            self.workspace.stages,
+            str(made["train"].path / "drafter"),
+            made["evaluate"].facts["vocabulary_coverage"],
+            live,
+            {"arm": baseline.name, "figures": dict(baseline.published), "source": baseline.published_source} if baseline.published else None,
         )
         write_results(self.folder, results, reports)
         plot_run(results, read_metrics(made["train"].path), self.folder / "results.png")
         console.print(stages_table(results))
         console.print(results_table(results))
+        if live:
+            console.print(live_table(results))
         log.info("results: %s", self.folder)
         return next(report.acceptance_length for report in reports if report.arm == "ours" and report.k == self.config.evaluation.k)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import importlib.metadata
 import logging
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,13 +23,14 @@ from eagle3.tracking import StageTracker, Tracker
 
 if TYPE_CHECKING:
     from eagle3.engines import Engine, Sampling
-    from eagle3.serving.vllm import VLLMServer
+    from eagle3.evaluation.arms import Arm
+    from eagle3.serving.vllm import ServerSettings, VLLMServer
     from eagle3.targets import TargetInfo
 
 log = logging.getLogger(__name__)
 
 # Raised when a stage's result changes for the same settings: what older versions made is then not taken for it.
-VERSIONS = {"target": 1, "prompts": 1, "generate": 1, "capture": 1, "train": 1, "evaluate": 1}
+VERSIONS = {"target": 1, "prompts": 1, "generate": 1, "capture": 1, "train": 1, "evaluate": 1, "live": 1}
 
 
 class Workspace:
@@ -99,6 +101,13 @@ class Workspace:
 
         return load_model(self.target.path, self.config.engine.dtype, self.config.engine.device, self.config.target.trust_remote_code)
 
+    def release_model(self) -> None:
+        """Give the memory of the target in this process back: a server that comes next needs it."""
+        if self.__dict__.pop("model", None) is not None:
+            import torch
+
+            torch.cuda.empty_cache()
+
     def engine(self, sampling: Sampling) -> Engine:
         engine, generation = self.config.engine, self.config.generation
         if engine.name == "transformers":
@@ -109,7 +118,7 @@ class Workspace:
 
         return OpenAIEngine(
             engine.base_urls if engine.name == "openai" else [self._server.base_url],
-            engine.model or self.config.target.name,
+            self.served_name,
             sampling,
             self.tokenizer,
             concurrency=generation.concurrency,
@@ -122,12 +131,18 @@ class Workspace:
     @functools.cached_property
     def _server(self) -> VLLMServer:
         """A vLLM server of ours, started when the first prompt needs it and stopped when generation is over."""
-        from eagle3.serving.vllm import ServerSettings, VLLMServer
+        from eagle3.serving.vllm import VLLMServer
+
+        return self._servers.enter_context(VLLMServer(self.server_settings(), self.folder / "vllm.log"))
+
+    def server_settings(self, **changes: Any) -> ServerSettings:
+        """What a vLLM server of the target is started with, but for `changes`; `extra_args` among them come behind those of the configuration."""
+        from eagle3.serving.vllm import ServerSettings
 
         engine = self.config.engine
         settings = ServerSettings(
             model=self.target.path,
-            name=engine.model or self.config.target.name,
+            name=self.served_name,
             max_model_len=self.config.generation.max_seq_len,
             venv=None if engine.venv is None else Path(engine.venv).expanduser(),
             device="cpu" if engine.name == "vllm_cpu" else "cuda",
@@ -137,7 +152,26 @@ class Workspace:
             extra_args=tuple(engine.server_args),
             ready_timeout_s=engine.ready_timeout_s,
         )
-        return self._servers.enter_context(VLLMServer(settings, self.folder / "vllm.log"))
+        return dataclasses.replace(settings, **changes | {"extra_args": (*settings.extra_args, *changes.get("extra_args", ()))})
+
+    @property
+    def served_name(self) -> str:
+        """What servers call the target."""
+        return self.config.engine.model or self.config.target.name
+
+    @contextlib.contextmanager
+    def live_server(self, arm: Arm) -> Iterator[str]:
+        """The base URL of a server for one arm: one that runs already, or one of ours for the time of the context."""
+        from eagle3.serving.vllm import VLLMServer
+
+        evaluation = self.config.evaluation
+        if arm.key in evaluation.live_urls:
+            yield evaluation.live_urls[arm.key]
+            return
+        args = arm.speculation.args if arm.speculation else ()
+        settings = self.server_settings(max_num_seqs=max(evaluation.concurrencies), extra_args=args)
+        with VLLMServer(settings, self.folder / f"vllm-{arm.name}-{arm.k}.log") as server:
+            yield server.base_url
 
     @functools.cached_property
     def aux_layers(self) -> list[int]:

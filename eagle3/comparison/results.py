@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any, TypedDict, cast
 
 from eagle3.errors import DataError
+from eagle3.evaluation.live import LiveReport, identical_share
 from eagle3.evaluation.report import AcceptanceReport
+from eagle3.evaluation.speed import best_ks, compare_speed, expect
 from eagle3.evaluation.statistics import bootstrap_interval, compare_arms
 
 RESULTS_FILE = "results.json"
@@ -38,6 +40,25 @@ class ArmSummary(TypedDict):
     notes: list[str]
 
 
+class SpeedSummary(TypedDict):
+    """One arm on a live server at one k and one number of requests in flight."""
+
+    arm: str  # "none" is the target without speculation
+    k: int  # 0 without speculation
+    concurrency: int
+    temperature: float
+    requests: int
+    tokens: int
+    seconds: float
+    tokens_per_s: float
+    first_s: float  # mean time to the first token
+    token_s: float | None  # per token behind it
+    acceptance_length: float | None  # 1 + accepted / drafts, by the server's counters: of `ngram` only the steps that proposed something
+    tokens_per_step: float | None  # over all steps, comparable between arms
+    speed_up: dict[str, Any] | None  # speed.SpeedUp as a dict; None for the target alone, or where it was not measured
+    identical: float | None  # share of answers with the same ids as without speculation; greedy only
+
+
 class StageSummary(TypedDict):
     """One stage's artifact and what it cost when it was made."""
 
@@ -59,6 +80,10 @@ class Results(TypedDict):
     stages: list[StageSummary]
     drafter: str  # its folder
     vocabulary_coverage: float  # share of held-out answer tokens that the draft vocabulary holds, 0..1
+    live: list[SpeedSummary]
+    expected: list[dict[str, Any]]  # speed.Expectation as dicts
+    best_k: dict[str, int]  # of our drafter, by requests in flight, the k of which the most speed is expected
+    published: dict[str, Any]  # of the baseline, by others: arm, figures by test set, source; empty when there are none
 
 
 def summarise(report: AcceptanceReport) -> ArmSummary:
@@ -91,8 +116,16 @@ def collect_results(
     stages: Sequence[StageSummary],
     drafter: str,
     vocabulary_coverage: float,
+    live: Sequence[LiveReport] = (),
+    published: Mapping[str, Any] | None = None,
 ) -> Results:
-    """Summaries of all reports, and the difference of arm `ours` to each other arm measured in the same way at the same k and temperature."""
+    """Summaries of all reports, and the difference of arm `ours` to each other arm measured in the same way at the same k and temperature.
+
+    Args:
+        live: passes of live servers; what they tell of acceptance prompt by prompt is among `reports`.
+        published: what others say of the baseline.
+    """
+    expected = expect(reports, live)
     pairs = [
         (mine, other)
         for mine in reports
@@ -106,6 +139,36 @@ def collect_results(
         stages=list(stages),
         drafter=drafter,
         vocabulary_coverage=vocabulary_coverage,
+        live=summarise_live(live),
+        expected=[asdict(expectation) for expectation in expected],
+        best_k={str(concurrency): best for concurrency, best in best_ks(expected, ours).items()},
+        published=dict(published or {}),
+    )
+
+
+def summarise_live(reports: Sequence[LiveReport]) -> list[SpeedSummary]:
+    """Figures of each pass, beside the target alone with as many requests in flight."""
+    alone = {report.concurrency: report for report in reports if not report.k}
+    return [_summarise_pass(report, alone.get(report.concurrency)) for report in reports]
+
+
+def _summarise_pass(report: LiveReport, plain: LiveReport | None) -> SpeedSummary:
+    other = plain if report.k else None
+    return SpeedSummary(
+        arm=report.arm,
+        k=report.k,
+        concurrency=report.concurrency,
+        temperature=report.temperature,
+        requests=len(report.answers),
+        tokens=report.num_tokens,
+        seconds=report.seconds,
+        tokens_per_s=report.tokens_per_s,
+        first_s=report.mean_first_s,
+        token_s=report.token_s,
+        acceptance_length=report.counters.acceptance_length,
+        tokens_per_step=report.tokens_per_step,
+        speed_up=asdict(compare_speed(report, other)) if other else None,
+        identical=identical_share(report, other) if other and not report.temperature else None,
     )
 
 

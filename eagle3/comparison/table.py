@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
@@ -21,12 +24,8 @@ def results_table(results: Results) -> Table:
     table.add_column("arm", no_wrap=True)
     for heading in ("k", "T", POOLED, "AL per\nprompt", "tokens\n/step", POSITIONS, "rows", "tokens"):
         table.add_column(heading, justify="right", no_wrap=heading not in (POOLED, POSITIONS))
-    shows_speed = any(arm["source"] == "live" for arm in results["arms"])
-    if shows_speed:  # the seconds of a replay say nothing about a server
-        table.add_column("tok/s", justify="right", no_wrap=True)
     for arm in results["arms"]:
         asked = arm["k"] == results["k"]
-        speed = [f"{arm['tokens'] / arm['seconds']:.0f}" if arm["source"] == "live" else ""] if shows_speed else []
         table.add_row(
             arm["arm"] if arm["source"] == "replay" else f"{arm['arm']} ({arm['source']})",
             f"{'→ ' if asked else ''}{arm['k']}",
@@ -37,10 +36,60 @@ def results_table(results: Results) -> Table:
             " ".join(f"{100 * share:.0f}" for share in arm["acceptance_at"]),
             f"{arm['rows']:,}",
             f"{arm['tokens']:,}",
-            *speed,
             style="bold" if asked else None,
         )
     return table
+
+
+def live_table(results: Results) -> Table:
+    """One line per arm, k and number in flight; the lines below the table say in words what resolved, what is to be expected, and what others published."""
+    title = "Live servers: tokens/s of all requests, time to the first token (TTFT) and per token behind it (TPOT)"
+    table = Table(title=title, caption=_live_caption(results), caption_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    table.add_column("arm", no_wrap=True)
+    for heading in ("k", "in\nflight", "tok/s", "speed-up\n[95 %]", "TTFT\nms", "TPOT\nms", "AL by\ncounters", "tokens\n/step", "same\nanswers"):
+        table.add_column(heading, justify="right", no_wrap=not heading.startswith("speed-up"))
+    for line in results["live"]:
+        gain = line["speed_up"]
+        table.add_row(
+            "no speculation" if not line["k"] else line["arm"],
+            str(line["k"] or ""),
+            str(line["concurrency"]),
+            f"{line['tokens_per_s']:.1f}",
+            "" if gain is None else f"{gain['estimate']:.2f}" + ("" if gain["low"] is None else f" [{gain['low']:.2f}, {gain['high']:.2f}]"),
+            f"{1000 * line['first_s']:.0f}",
+            _shown(line["token_s"], ".1f", 1000),
+            _shown(line["acceptance_length"], ".2f"),
+            _shown(line["tokens_per_step"], ".2f"),
+            _shown(line["identical"], ".0%"),
+        )
+    return table
+
+
+def _shown(value: float | None, form: str, scale: float = 1) -> str:
+    return "" if value is None else f"{scale * value:{form}}"
+
+
+def _live_caption(results: Results) -> str:
+    lines = []
+    for line in results["live"]:
+        if gain := line["speed_up"]:
+            words = {"better": "faster than no speculation", "worse": "slower than no speculation", "not resolved": "not resolved"}[gain["verdict"]]
+            lines.append(f"{line['arm']} (k={line['k']}, {line['concurrency']} in flight): {words} on {gain['num_prompts']} prompts{_and_then(gain)}")
+    for concurrency, k in results["best_k"].items():
+        one = next(e for e in results["expected"] if (e["arm"], str(e["concurrency"]), e["k"]) == ("ours", concurrency, k))
+        measured = f", measured {one['measured']:.2f}" if one["measured"] is not None else ", not measured"
+        lines.append(f"best k for {concurrency} in flight: {k}, expected speed-up {one['expected']:.2f}{measured}")
+    if published := results["published"]:
+        figures = ", ".join(f"{name} {figure:.3f}" for name, figure in published["figures"].items())
+        lines.append(f"published for {published['arm']}, on other prompts and not measured here: {figures} ({published['source']})")
+    return "\n".join(lines)
+
+
+def _and_then(verdict: Mapping[str, Any]) -> str:
+    """What else is to be said of a verdict: the reason for it, and how many prompts would resolve it."""
+    reason = f"; {verdict['reason']}" if verdict["reason"] else ""
+    needed = verdict.get("prompts_needed")
+    return reason + (f"; about {needed:,} prompts would resolve it" if needed else "")
 
 
 def stages_table(results: Results) -> Table:
@@ -69,10 +118,9 @@ def _caption(results: Results) -> str:
     for difference in results["differences"]:
         if difference["k"] == results["k"]:
             interval = "" if difference["low"] is None else f" [{difference['low']:+.2f}, {difference['high']:+.2f}]"
-            reason = f"; {difference['reason']}" if difference["reason"] else ""
             lines.append(
                 f"{difference['ours']} - {difference['baseline']} ({difference['source']}, k={difference['k']}, T={difference['temperature']:g}): "
-                f"{difference['estimate']:+.2f}{interval}, {difference['verdict']} on {difference['num_prompts']} prompts{reason}"
+                f"{difference['estimate']:+.2f}{interval}, {difference['verdict']} on {difference['num_prompts']} prompts{_and_then(difference)}"
             )
     return "\n".join(lines)
 

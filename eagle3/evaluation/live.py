@@ -8,9 +8,11 @@ in the server's prefix cache.
 from __future__ import annotations
 
 import asyncio
+import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from eagle3.conversation import Row
@@ -19,7 +21,9 @@ from eagle3.errors import EngineError
 from eagle3.evaluation.report import AcceptanceReport, RowCounts
 from eagle3.evaluation.streaming import StreamClient, TimedAnswer, ask_all
 from eagle3.serving.metrics import Counters
+from eagle3.store import write_json
 
+LIVE_FILE = "live.json"
 WARM_UP_TOKENS = 16
 
 
@@ -102,17 +106,6 @@ class LiveReport:
         note = "accepted tokens past an answer's end are counted, as the server does"
         return AcceptanceReport(self.arm, self.k, self.temperature, "live", tuple(counts), self.seconds, (note,))
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values that JSON can hold."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> LiveReport:
-        """The report that `to_dict` wrote, also after a way through JSON."""
-        answers = tuple(TimedAnswer(**answer | {"completion_ids": tuple(answer["completion_ids"])}) for answer in values["answers"])
-        by_row = tuple(map(_read_counters, values["counters_by_row"]))
-        return cls(**values | {"answers": answers, "counters": _read_counters(values["counters"]), "counters_by_row": by_row})
-
 
 def measure(
     arm: str,
@@ -123,12 +116,8 @@ def measure(
     sampling: Sampling,
     concurrencies: Sequence[int],
     timeout_s: float,
-    advance: Callable[[int], None] = lambda _: None,
 ) -> list[LiveReport]:
     """Ask a server that runs the prompts of `rows`, in their order, once for each number of requests in flight.
-
-    Args:
-        advance: told how many passes are done.
 
     Raises:
         EngineError: an answer failed, the server has no counters, speculates in another way, answers others too, or was restarted.
@@ -139,7 +128,6 @@ def measure(
         answers, by_row, counters, seconds = asyncio.run(_pass(client, rows, concurrency))
         _check(base_url, k, counters, sum(answer.num_tokens for answer in answers))
         reports.append(LiveReport(arm, k, concurrency, sampling.temperature, tuple(answers), counters, tuple(by_row), seconds))
-        advance(len(reports))
     return reports
 
 
@@ -176,6 +164,22 @@ def identical_share(report: LiveReport, plain: LiveReport) -> float:
     """The share of answers that are the same ids as without speculation. Greedy speculation must not change a text, but for rounding."""
     pairs = zip(report.answers, plain.answers, strict=True)
     return sum(mine.completion_ids == theirs.completion_ids for mine, theirs in pairs) / len(plain.answers)
+
+
+def write_live(folder: Path, reports: Sequence[LiveReport]) -> None:
+    """Leave the passes in a folder, with every answer and its times."""
+    write_json(folder / LIVE_FILE, [asdict(report) for report in reports])
+
+
+def read_live(folder: Path) -> list[LiveReport]:
+    """The passes that `write_live` left."""
+    return [_read_report(values) for values in json.loads((folder / LIVE_FILE).read_text(encoding="utf-8"))]
+
+
+def _read_report(values: dict[str, Any]) -> LiveReport:
+    answers = tuple(TimedAnswer(**answer | {"completion_ids": tuple(answer["completion_ids"])}) for answer in values["answers"])
+    by_row = tuple(map(_read_counters, values["counters_by_row"]))
+    return LiveReport(**values | {"answers": answers, "counters": _read_counters(values["counters"]), "counters_by_row": by_row})
 
 
 def _steps(num_tokens: int, counters: Counters) -> int:

@@ -6,6 +6,7 @@ Intervals are 95 % bias-corrected and accelerated bootstrap intervals (Efron 198
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -50,12 +51,13 @@ class Difference:
     verdict: str  # "better", "worse" or "not resolved"
     num_prompts: int
     reason: str = ""
+    prompts_needed: int | None = None  # about so many would resolve it, if it is not
 
 
 def bootstrap_interval(report: AcceptanceReport) -> Interval:
     """The interval of the pooled acceptance length over prompts."""
     counts = _counts_by_prompt(report)
-    return _interval(tuple(np.array(column, dtype=np.float64) for column in zip(*counts.values(), strict=True)), _acceptance_length)
+    return resampled_interval(tuple(np.array(column, dtype=np.float64) for column in zip(*counts.values(), strict=True)), _acceptance_length)
 
 
 def compare_arms(ours: AcceptanceReport, baseline: AcceptanceReport) -> Difference:
@@ -69,20 +71,22 @@ def compare_arms(ours: AcceptanceReport, baseline: AcceptanceReport) -> Differen
     if not prompts:
         raise DataError(f"Arms {ours.arm!r} and {baseline.arm!r} have no prompt that both decoded: nothing to compare.")
     samples = tuple(np.array(column, dtype=np.float64) for column in zip(*(our_counts[p] + base_counts[p] for p in prompts), strict=True))
-    interval = _interval(samples, _length_difference)
-    verdict, reason = _verdict(interval, len(prompts))
+    interval = resampled_interval(samples, _length_difference)
+    estimate = float(_length_difference(*samples))
+    verdict, reason = judge(interval, len(prompts))
     return Difference(
         ours=ours.arm,
         baseline=baseline.arm,
         k=ours.k,
         temperature=ours.temperature,
         source=ours.source,
-        estimate=float(_length_difference(*samples)),
+        estimate=estimate,
         low=interval.low,
         high=interval.high,
         verdict=verdict,
         num_prompts=len(prompts),
         reason=reason,
+        prompts_needed=prompts_needed(estimate, interval, len(prompts)),
     )
 
 
@@ -97,12 +101,24 @@ def _check_comparable(ours: AcceptanceReport, baseline: AcceptanceReport) -> Non
         raise Eagle3Error(f"Arms {ours.arm!r} and {baseline.arm!r} can't be compared: {len(unshared)} rows, such as {example}, were measured for one only.")
 
 
-def _verdict(interval: Interval, num_prompts: int) -> tuple[str, str]:
+def judge(interval: Interval, num_prompts: int, neutral: float = 0.0) -> tuple[str, str]:
+    """A verdict on what is better the larger it is, and what is to be said about it: "better" or "worse" only if the interval lies off `neutral`."""
     if interval.low is None or interval.high is None or num_prompts < MIN_PROMPTS:
         return "not resolved", f"{num_prompts} prompts are too few for a verdict (at least {MIN_PROMPTS})"
-    if interval.low > 0:
+    if interval.low > neutral:
         return "better", interval.reason
-    return ("worse" if interval.high < 0 else "not resolved"), interval.reason
+    return ("worse" if interval.high < neutral else "not resolved"), interval.reason
+
+
+def prompts_needed(estimate: float, interval: Interval, num_prompts: int, neutral: float = 0.0) -> int | None:
+    """About how many prompts like these would move the interval off `neutral`, if the estimate stays: its width falls with the root of their number.
+
+    None when it lies off already, or when there is no difference or no interval to go by.
+    """
+    if interval.low is None or interval.high is None or estimate == neutral or not interval.low <= neutral <= interval.high:
+        return None
+    reach = estimate - interval.low if estimate > neutral else interval.high - estimate
+    return max(MIN_PROMPTS, num_prompts + 1, math.ceil(num_prompts * (reach / (estimate - neutral)) ** 2))
 
 
 def _counts_by_prompt(report: AcceptanceReport) -> dict[str, tuple[int, int]]:
@@ -129,7 +145,7 @@ def _length_difference(
     return _acceptance_length(our_accepted, our_steps, axis=axis) - _acceptance_length(base_accepted, base_steps, axis=axis)
 
 
-def _interval(samples: Samples, statistic: Callable[..., Any]) -> Interval:
+def resampled_interval(samples: Samples, statistic: Callable[..., Any]) -> Interval:
     """Bootstraps a statistic of columns [num_prompts], drawing the same prompts from each column."""
     if not samples or len(samples[0]) < 2:
         return Interval(None, None, "none", "fewer than two prompts: nothing to resample")

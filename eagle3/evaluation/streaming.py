@@ -31,6 +31,7 @@ class TimedAnswer:
     """
 
     row_id: str
+    prompt_id: str
     completion_ids: tuple[int, ...]
     first_s: float  # to the first chunk with tokens
     num_first: int  # tokens in it
@@ -106,7 +107,7 @@ class StreamClient:
                     )
         if not ids:
             raise EngineError(f"{self.base_url} answered {row.id} with no token.")
-        return TimedAnswer(row.id, tuple(ids), first_s, num_first, last_s)
+        return TimedAnswer(row.id, row.prompt_id, tuple(ids), first_s, num_first, last_s)
 
     def _body(self, row: Row, max_tokens: int) -> dict[str, Any]:
         prompt_ids = row.input_ids[: len(row.input_ids) - sum(row.loss_mask)]

@@ -2,7 +2,7 @@ from rich.console import Console
 from rich.table import Table
 
 from eagle3.comparison.results import Results
-from eagle3.comparison.table import results_table, stages_table
+from eagle3.comparison.table import live_table, results_table, stages_table
 
 
 def rendered(table: Table, width: int = 200) -> str:
@@ -38,10 +38,18 @@ def test_verdicts_stand_below_the_table(results: Results) -> None:
     assert "98.1%" in text
 
 
-def test_speed_is_shown_for_servers_only(results: Results) -> None:
-    assert "tok/s" in rendered(results_table(results))
-    results["arms"] = [arm for arm in results["arms"] if arm["source"] == "replay"]
-    assert "tok/s" not in rendered(results_table(results))
+def test_a_live_pass_shows_speed_and_what_it_amounts_to_in_words(live_results: Results) -> None:
+    text = rendered(live_table(live_results))
+    lines = [line.split() for line in text.splitlines() if line.strip()]
+    plain, ours = next(line for line in lines if line[0] == "no"), next(line for line in lines if line[:2] == ["ours", "3"])
+    assert plain[2:4] == ["1", "50.0"] and ours[2] == "1" and ours[-1] == "100%"
+    assert "ours (k=3, 1 in flight): faster than no speculation on 8 prompts" in text
+    assert "best k for 1 in flight: 3, expected speed-up" in text and ", measured 1.60" in text
+    assert "published for theirs, on other prompts and not measured here: GSM8K 3.165 (a model card)" in text
+
+
+def test_published_figures_never_stand_among_the_measured(live_results: Results) -> None:
+    assert not {"theirs"} & ({arm["arm"] for arm in live_results["arms"]} | {line["arm"] for line in live_results["live"]})
 
 
 def test_an_arm_without_an_interval_shows_its_estimate_alone(results: Results) -> None:

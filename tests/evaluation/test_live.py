@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +11,7 @@ import pytest
 from eagle3.conversation import Row
 from eagle3.engines import Sampling
 from eagle3.errors import EngineError
-from eagle3.evaluation.live import LiveReport, identical_share, measure
+from eagle3.evaluation.live import LiveReport, identical_share, measure, read_live, write_live
 
 SAMPLING = Sampling(0.0, 1.0, 64, 256, (2,))
 
@@ -80,10 +80,11 @@ def test_a_changed_answer_lowers_the_identical_share(speculating_server: Callabl
     assert identical_share(changed, same) == 0
 
 
-def test_a_report_survives_json(speculating_server: Callable[..., Any], asked_rows: list[Row]) -> None:
+def test_what_was_measured_is_read_back(speculating_server: Callable[..., Any], asked_rows: list[Row], tmp_path: Path) -> None:
     with speculating_server() as server:
-        [report] = measured(server, asked_rows, 1)
-    assert LiveReport.from_dict(json.loads(json.dumps(report.to_dict()))) == report
+        reports = measured(server, asked_rows, 1, 2)
+    write_live(tmp_path, reports)
+    assert read_live(tmp_path) == reports
 
 
 @pytest.mark.parametrize("concurrency", [1, 3])
