@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from eagle3 import config as configuration
 from eagle3.errors import ConfigError, Eagle3Error
@@ -15,22 +15,24 @@ from eagle3.errors import ConfigError, Eagle3Error
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-VERBS = ("run",)
+VERBS = ("run", "serve")
 CONFIG_MODULE = "eagle3.conf"
 log = logging.getLogger("eagle3")
 
 
 def main() -> None:
     """Entry point of the console script `eagle3`. Exit code 0: all done; 1: an error the message explains; 2: the command line is wrong."""
-    arguments = sys.argv[1:]
+    arguments, verb = sys.argv[1:], "run"
     if arguments and arguments[0] in VERBS:
-        arguments = arguments[1:]
+        verb, *arguments = arguments
     elif arguments and arguments[0].isidentifier():
         _fail(f"unknown verb {arguments[0]!r}: choose one of {', '.join(VERBS)}; overrides look like key=value.", code=2)
     sys.argv[1:] = arguments
     # GNU OpenMP spins while it waits; beside another busy process that makes a small model ten times slower. Read when torch is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     configuration.register()
+    if verb == "serve" and not any(argument.startswith("-") for argument in arguments):
+        _serve(arguments)
     _run_hydra(arguments)
 
 
@@ -57,6 +59,21 @@ def _run_hydra(arguments: list[str]) -> None:
         _fail("stopped; the same command goes on from here.", code=130)
     if failed:
         sys.exit(1)
+
+
+def _serve(arguments: list[str]) -> NoReturn:
+    """Serve a finished run; nothing is left behind, so Hydra makes no run folder."""
+    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    log.setLevel(logging.INFO)
+    try:
+        config = check(arguments)
+        run = configuration.read_config(Path(config.serve.run))
+
+        from eagle3.serving.serve import serve
+
+        serve(config, run)
+    except Eagle3Error as error:
+        _fail(str(error), code=2 if isinstance(error, ConfigError) else 1)
 
 
 def check(overrides: list[str]) -> configuration.Config:
@@ -109,7 +126,7 @@ def _point_to_latest(outputs: Path, folder: Path) -> None:
     new.replace(link)
 
 
-def _fail(message: str, code: int) -> None:
+def _fail(message: str, code: int) -> NoReturn:
     print(f"eagle3: error: {message}", file=sys.stderr)
     sys.exit(code)
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from eagle3.errors import ConfigError
+from eagle3.errors import ConfigError, DataError
 from eagle3.knobs import at_least, knob, one_of, require
 from eagle3.training.settings import TrainingConfig as TrainingConfig
 
@@ -328,6 +329,20 @@ def from_tree(tree: Any) -> Config:
         raise ConfigError(sentence(error)) from None
     assert isinstance(config, Config)
     return config
+
+
+def read_config(folder: Path) -> Config:
+    """The configuration that a run left in its folder.
+
+    Raises:
+        DataError: there is none.
+        ConfigError: it is of a version whose keys are no more.
+    """
+    from omegaconf import OmegaConf
+
+    if not (folder / "config.yaml").is_file():
+        raise DataError(f"{folder} is no run's folder (no config.yaml in it): give one under outputs/runs.")
+    return from_tree(OmegaConf.load(folder / "config.yaml"))
 
 
 def sentence(error: BaseException) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import importlib.metadata
 import logging
@@ -133,26 +132,12 @@ class Workspace:
         """A vLLM server of ours, started when the first prompt needs it and stopped when generation is over."""
         from eagle3.serving.vllm import VLLMServer
 
-        return self._servers.enter_context(VLLMServer(self.server_settings(), self.folder / "vllm.log"))
+        return self._servers.enter_context(VLLMServer(self._server_settings(self.config.generation.concurrency), self.folder / "vllm.log"))
 
-    def server_settings(self, **changes: Any) -> ServerSettings:
-        """What a vLLM server of the target is started with, but for `changes`; `extra_args` among them come behind those of the configuration."""
-        from eagle3.serving.vllm import ServerSettings
+    def _server_settings(self, max_num_seqs: int) -> ServerSettings:
+        from eagle3.serving.vllm import target_settings
 
-        engine = self.config.engine
-        settings = ServerSettings(
-            model=self.target.path,
-            name=self.served_name,
-            max_model_len=self.config.generation.max_seq_len,
-            venv=None if engine.venv is None else Path(engine.venv).expanduser(),
-            device="cpu" if engine.name == "vllm_cpu" else "cuda",
-            dtype=engine.dtype,
-            max_num_seqs=self.config.generation.concurrency,
-            trust_remote_code=self.config.target.trust_remote_code,
-            extra_args=tuple(engine.server_args),
-            ready_timeout_s=engine.ready_timeout_s,
-        )
-        return dataclasses.replace(settings, **changes | {"extra_args": (*settings.extra_args, *changes.get("extra_args", ()))})
+        return target_settings(self.config.target, self.config.engine, self.target.path, self.config.generation.max_seq_len, max_num_seqs)
 
     @property
     def served_name(self) -> str:
@@ -168,8 +153,7 @@ class Workspace:
         if arm.key in evaluation.live_urls:
             yield evaluation.live_urls[arm.key]
             return
-        args = arm.speculation.args if arm.speculation else ()
-        settings = self.server_settings(max_num_seqs=max(evaluation.concurrencies), extra_args=args)
+        settings = self._server_settings(max(evaluation.concurrencies)).with_args(*(arm.speculation.args if arm.speculation else ()))
         with VLLMServer(settings, self.folder / f"vllm-{arm.name}-{arm.k}.log") as server:
             yield server.base_url
 

@@ -11,10 +11,11 @@ import signal
 import socket
 import subprocess
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Self
 
+from eagle3.config import EngineConfig, TargetConfig
 from eagle3.errors import EngineError
 
 log = logging.getLogger(__name__)
@@ -62,6 +63,26 @@ class ServerSettings:
     extra_args: tuple[str, ...] = ()
     extra_env: dict[str, str] = field(default_factory=dict)
     ready_timeout_s: float = 1800.0
+
+    def with_args(self, *args: str) -> ServerSettings:
+        """The same with further arguments."""
+        return replace(self, extra_args=(*self.extra_args, *args))
+
+
+def target_settings(target: TargetConfig, engine: EngineConfig, model: str | Path, max_model_len: int, max_num_seqs: int) -> ServerSettings:
+    """A server of the target at `model`, started as the engine's section says."""
+    return ServerSettings(
+        model=model,
+        name=engine.model or target.name,
+        max_model_len=max_model_len,
+        venv=None if engine.venv is None else Path(engine.venv).expanduser(),
+        device="cpu" if engine.name == "vllm_cpu" else "cuda",
+        dtype=engine.dtype,
+        max_num_seqs=max_num_seqs,
+        trust_remote_code=target.trust_remote_code,
+        extra_args=tuple(engine.server_args),
+        ready_timeout_s=engine.ready_timeout_s,
+    )
 
 
 def command(settings: ServerSettings, port: int) -> Command:

@@ -6,12 +6,16 @@ import asyncio
 import json
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Self
 
 import pytest
 from aiohttp import web
 
 from eagle3.conversation import Row
+from eagle3.drafter.model import new_drafter, save_drafter
+from eagle3.drafter.vocabulary import build_vocabulary_map
+from eagle3.targets import TargetInfo, read_target
 
 STEP_ACCEPTS = (2, 0, 3, 1)  # accepted drafts of successive steps; the last one may lie past the answer's end
 
@@ -110,3 +114,31 @@ def asked_rows() -> list[Row]:
 @pytest.fixture
 def speculating_server() -> Callable[..., SpeculatingServer]:
     return SpeculatingServer
+
+
+@pytest.fixture(scope="session")
+def small_target(tmp_path_factory: pytest.TempPathFactory) -> TargetInfo:
+    """A random llama on disk."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(4)
+    shape: dict[str, Any] = {
+        "hidden_size": 64,
+        "vocab_size": 500,
+        "num_hidden_layers": 6,
+        "intermediate_size": 96,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    folder = tmp_path_factory.mktemp("target")
+    LlamaForCausalLM(LlamaConfig(**shape, max_position_embeddings=512)).save_pretrained(folder)
+    return read_target(folder)
+
+
+@pytest.fixture
+def small_drafter(small_target: TargetInfo, tmp_path: Path) -> Path:
+    """An untrained drafter for it, which the test may damage."""
+    drafter = new_drafter(str(small_target.path), [2, 3, 4], build_vocabulary_map(dict.fromkeys(range(100), 1), 120, 500))
+    save_drafter(drafter, tmp_path / "drafter")
+    return tmp_path / "drafter"
