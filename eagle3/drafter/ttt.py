@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from eagle3.drafter.attention import QueryWindow, ttt_attention
-from eagle3.drafter.head_loss import head_loss, loss_gradient
+from eagle3.drafter.head_loss import head_loss
 from eagle3.errors import DrafterError, TrainingError
 
 if TYPE_CHECKING:
@@ -100,24 +100,20 @@ def ttt_loss(
     for step, first in enumerate(first_of_step):
         needed_BL[row_S[first:], teacher_S[first:] - 1 - step] = True
     slot_BL = needed_BL.flatten().cumsum(0).view_as(needed_BL) - 1
-    teacher_SV = _teacher_logits(drafter, batch.final_BLH[row_S, teacher_S])
     label_S = _draft_labels(drafter, batch.input_ids_BL[row_S, teacher_S + 1])
-    gradient = loss_gradient(loss)
-
-    total = torch.zeros((), device=teacher_SV.device)
-    step_losses, step_matches, step_counts = [], [], []
-    for step, (first, states_NH) in enumerate(zip(first_of_step, draft_states(drafter, batch, needed_BL, num_steps))):
-        states_SH = states_NH[slot_BL[row_S[first:], teacher_S[first:] - 1 - step]]
-        step_sum, matches = head_loss(states_SH, drafter.lm_head.weight, teacher_SV[first:], label_S[first:], gradient)
-        count = len(states_SH)
-        mean = step_sum / max(count, 1)
-        total = total + step_decay**step * (mean if denominator is None and normalizer == "supervised" else step_sum)
-        step_losses.append(mean.detach())
-        step_matches.append(matches)
-        step_counts.append(count)
+    states = [
+        states_NH[slot_BL[row_S[first:], teacher_S[first:] - 1 - step]]
+        for step, (first, states_NH) in enumerate(zip(first_of_step, draft_states(drafter, batch, needed_BL, num_steps)))
+    ]
+    teacher_SH = _teacher_states(drafter, batch.final_BLH[row_S, teacher_S])
+    sum_K, match_K = head_loss(states, first_of_step, drafter.lm_head.weight, teacher_SH, drafter.verifier_lm_head.weight, label_S, loss)
+    counts = [len(state) for state in states]
+    mean_K = sum_K / torch.tensor(counts, device=sum_K.device).clamp(min=1)
+    of_each_K = mean_K if denominator is None and normalizer == "supervised" else sum_K
+    total = (of_each_K * step_decay ** torch.arange(num_steps, device=sum_K.device)).sum()
     if denominator is not None or normalizer != "supervised":
         total = total / (denominator or batch.count(normalizer))
-    return TTTLoss(total, step_counts[0], step_losses, step_matches, step_counts)
+    return TTTLoss(total, counts[0], list(mean_K.detach()), list(match_K), counts)
 
 
 @torch.no_grad()
@@ -282,10 +278,11 @@ def _pad_keys(heads_TGD: Tensor, places: _Places, attention: Any) -> Tensor:
 
 
 @torch.no_grad()
-def _teacher_logits(drafter: Eagle3DraftModel, final_SH: Tensor) -> Tensor:
-    """The target's logits over the draft vocabulary: [S, V], in autocast's type if it is on."""
-    logits: Tensor = drafter.verifier_lm_head(drafter.verifier_norm(final_SH.to(drafter.verifier_norm.weight.dtype)))
-    return logits
+def _teacher_states(drafter: Eagle3DraftModel, final_SH: Tensor) -> Tensor:
+    """The target's normed states, in the type that the heads work in: autocast's if it is on."""
+    normed: Tensor = drafter.verifier_norm(final_SH.to(drafter.verifier_norm.weight.dtype))
+    device = normed.device.type
+    return normed.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else normed
 
 
 def _draft_labels(drafter: Eagle3DraftModel, token: Tensor) -> Tensor:
