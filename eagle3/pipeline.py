@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import logging
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SPLITS = ("train", "evaluation")
+SYNTHETIC = "the target wrote the evaluation prompts itself; real ones (evaluation.path) may be accepted less"
 
 
 def run(config: Config, folder: Path, run_config: Mapping[str, Any]) -> float | None:
@@ -325,6 +327,8 @@ class Pipeline:
         live = read_live(made["live"].path) if "live" in made else []
         held_out = list(load_rows(made["generate"]["evaluation"].path / "rows.jsonl")) if live else []
         reports += [acceptance for report in live if (acceptance := report.acceptance(held_out)) is not None]
+        if self.config.dataset.name == "magpie" and self.config.evaluation.path is None:
+            reports = [dataclasses.replace(report, notes=(*report.notes, SYNTHETIC)) for report in reports]
         baseline = self.config.baseline
         results = collect_results(
             reports,

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eagle3.comparison.results import Results
+from eagle3.comparison.results import Results, published_line
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -132,6 +132,8 @@ def _plot_positions(axes: Axes, results: Results) -> None:
         )
     if arms:
         axes.legend(frameon=False, handlelength=3)
+    if results["published"]:
+        axes.text(0, -0.2, published_line(results["published"]), color=GREY, fontsize=7, wrap=True, transform=axes.transAxes)
 
 
 def _smooth(values: Sequence[float]) -> list[float]:

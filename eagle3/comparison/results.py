@@ -188,6 +188,12 @@ def read_reports(folder: Path) -> list[AcceptanceReport]:
     return [AcceptanceReport.from_dict(report) for report in _read_json(folder / ACCEPTANCE_FILE)]
 
 
+def published_line(published: Mapping[str, Any]) -> str:
+    """What others say of the baseline, in words that keep it apart from what was measured."""
+    figures = ", ".join(f"{name} {figure:.3f}" for name, figure in published["figures"].items())
+    return f"published for {published['arm']}, on other prompts and not measured here: {figures} ({published['source']})"
+
+
 def _write_json(path: Path, value: Sequence[Any] | Mapping[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")

@@ -8,7 +8,7 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from eagle3.comparison.results import ArmSummary, Results
+from eagle3.comparison.results import ArmSummary, Results, published_line
 
 SIGNATURE_LENGTH = 12
 POOLED, POSITIONS = "AL pooled\n[95 %]", "accepted\nat i, %"  # the columns that give way in a narrow terminal
@@ -42,8 +42,8 @@ def results_table(results: Results) -> Table:
 
 
 def live_table(results: Results) -> Table:
-    """One line per arm, k and number in flight; the lines below the table say in words what resolved, what is to be expected, and what others published."""
-    title = "Live servers: tokens/s of all requests, time to the first token (TTFT) and per token behind it (TPOT)"
+    """One line per arm, k and number in flight; the lines below the table say in words what resolved and what is to be expected."""
+    title = "Live servers; TTFT is the time to the first token, TPOT that per token behind it"
     table = Table(title=title, caption=_live_caption(results), caption_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     table.add_column("arm", no_wrap=True)
     for heading in ("k", "in\nflight", "tok/s", "speed-up\n[95 %]", "TTFT\nms", "TPOT\nms", "AL by\ncounters", "tokens\n/step", "same\nanswers"):
@@ -79,9 +79,6 @@ def _live_caption(results: Results) -> str:
         one = next(e for e in results["expected"] if (e["arm"], str(e["concurrency"]), e["k"]) == ("ours", concurrency, k))
         measured = f", measured {one['measured']:.2f}" if one["measured"] is not None else ", not measured"
         lines.append(f"best k for {concurrency} in flight: {k}, expected speed-up {one['expected']:.2f}{measured}")
-    if published := results["published"]:
-        figures = ", ".join(f"{name} {figure:.3f}" for name, figure in published["figures"].items())
-        lines.append(f"published for {published['arm']}, on other prompts and not measured here: {figures} ({published['source']})")
     return "\n".join(lines)
 
 
@@ -122,6 +119,9 @@ def _caption(results: Results) -> str:
                 f"{difference['ours']} - {difference['baseline']} ({difference['source']}, k={difference['k']}, T={difference['temperature']:g}): "
                 f"{difference['estimate']:+.2f}{interval}, {difference['verdict']} on {difference['num_prompts']} prompts{_and_then(difference)}"
             )
+    if results["published"]:
+        lines.append(published_line(results["published"]))
+    lines += dict.fromkeys(f"note: {note}" for arm in results["arms"] for note in arm["notes"])
     return "\n".join(lines)
 
 

@@ -103,7 +103,7 @@ class LiveReport:
             accepted = counters.accepted_at + (0,) * (self.k - len(counters.accepted_at))
             drafted = _drafted_at(counters, self.k)
             counts.append(RowCounts(row.id, row.prompt_id, row.category, _steps(num_tokens, counters), num_tokens, accepted, drafted))
-        note = "accepted tokens past an answer's end are counted, as the server does"
+        note = "live acceptance counts accepted tokens past an answer's end, as the server does; tokens per step do not"
         return AcceptanceReport(self.arm, self.k, self.temperature, "live", tuple(counts), self.seconds, (note,))
 
 

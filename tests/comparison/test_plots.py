@@ -25,3 +25,10 @@ def test_a_run_without_arms_is_still_drawn(results: Results, tmp_path: Path) -> 
     results["arms"] = []
     plot_run(results, [], tmp_path / "run.png")
     assert (tmp_path / "run.png").stat().st_size > 0
+
+
+def test_published_figures_stand_below_the_picture(live_results: Results, tmp_path: Path) -> None:
+    plot_run(live_results, [], tmp_path / "run.png")
+    live_results["published"] = {}
+    plot_run(live_results, [], tmp_path / "without.png")
+    assert (tmp_path / "run.png").read_bytes() != (tmp_path / "without.png").read_bytes()

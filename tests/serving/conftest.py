@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -18,6 +18,12 @@ def _settings(model: Path, *extra_args: str) -> ServerSettings:
     if not VENV.exists():
         pytest.skip(f"there is no {VENV.name}: run `make vllm`")
     return ServerSettings(model, "smollm2", 2048, VENV, device="cpu", extra_args=("--enforce-eager", *extra_args), ready_timeout_s=300)
+
+
+@pytest.fixture(scope="session")
+def vllm_settings() -> Callable[..., ServerSettings]:
+    """What a server of a model is started with, for tests that start their own."""
+    return _settings
 
 
 @pytest.fixture(scope="session")
