@@ -73,20 +73,19 @@ def prepare(job: Job, ranks: Ranks, device: torch.device) -> tuple[Trainer, dict
 def first_drafter(job: Job, aux_layers: list[int], held_out: set[str]) -> Any:
     """The drafter that training starts from: the checkpoint of `training.init`, or a new one with the training answers' most frequent tokens."""
     config, target = job.config, job.target
-    shape = {key: getattr(config, key) for key in ("architecture", "num_layers", "intermediate_size", "norm_before_residual", "fc_norm", "norm_output")}
-    chosen = {key: value for key, value in shape.items() if value is not None}
+    keys = ("architecture", "num_layers", "intermediate_size", "norm_before_residual", "fc_norm", "norm_output")
+    shape: dict[str, Any] = {key: getattr(config, key) for key in keys if getattr(config, key) is not None}
     if config.init is not None:
-        return load_initial(
-            config.init, target, aux_layers, chosen | ({} if config.draft_vocab_size is None else {"draft_vocab_size": config.draft_vocab_size})
-        )
+        size = {} if config.draft_vocab_size is None else {"draft_vocab_size": config.draft_vocab_size}
+        return load_initial(config.init, target, aux_layers, shape | size)
     counts = count_tokens(row for row in load_rows(job.rows) if row.prompt_id not in held_out)
-    size = config.draft_vocab_size or min(DRAFT_VOCAB_SIZE, target.vocab_size)
-    vocabulary = build_vocabulary_map(counts, size, target.vocab_size, pinned=[*target.eos_ids, *config.pinned_tokens])
-    return new_drafter(str(target.path), aux_layers, vocabulary, ttt_steps=config.ttt_steps, seed=config.seed, **chosen)
+    num_tokens = config.draft_vocab_size or min(DRAFT_VOCAB_SIZE, target.vocab_size)
+    vocabulary = build_vocabulary_map(counts, num_tokens, target.vocab_size, pinned=[*target.eos_ids, *config.pinned_tokens])
+    return new_drafter(str(target.path), aux_layers, vocabulary, ttt_steps=config.ttt_steps, seed=config.seed, **shape)
 
 
 def pick_device(name: str) -> torch.device:
-    """`auto` is the GPU if there is one; a process that torchrun started takes its own.
+    """The device of `training.device`; `auto` is the GPU if there is one.
 
     Raises:
         TrainingError: there is no GPU.
