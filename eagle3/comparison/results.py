@@ -56,7 +56,7 @@ class SpeedSummary(TypedDict):
     acceptance_length: float | None  # 1 + accepted / drafts, by the server's counters: of `ngram` only the steps that proposed something
     tokens_per_step: float | None  # over all steps, comparable between arms
     speed_up: dict[str, Any] | None  # speed.SpeedUp as a dict; None for the target alone, or where it was not measured
-    identical: float | None  # share of answers with the same ids as without speculation; greedy only
+    identical: float | None  # greedy only: share of answers with the same ids as the target alone, whose own are held against its fewest in flight
 
 
 class StageSummary(TypedDict):
@@ -147,13 +147,21 @@ def collect_results(
 
 
 def summarise_live(reports: Sequence[LiveReport]) -> list[SpeedSummary]:
-    """Figures of each pass, beside the target alone with as many requests in flight."""
+    """Figures of each pass, beside the target alone with as many requests in flight.
+
+    Rounding, too, changes greedy answers: how many tokens are computed together decides ties in bfloat16. The target alone, held against itself with
+    the fewest in flight, shows how many without any speculation.
+    """
     alone = {report.concurrency: report for report in reports if not report.k}
-    return [_summarise_pass(report, alone.get(report.concurrency)) for report in reports]
+    fewest = alone[min(alone)] if alone else None
+    found = []
+    for report in reports:
+        plain = alone.get(report.concurrency) if report.k else fewest
+        found.append(_summarise_pass(report, plain if plain is not report else None))
+    return found
 
 
 def _summarise_pass(report: LiveReport, plain: LiveReport | None) -> SpeedSummary:
-    other = plain if report.k else None
     return SpeedSummary(
         arm=report.arm,
         k=report.k,
@@ -167,8 +175,8 @@ def _summarise_pass(report: LiveReport, plain: LiveReport | None) -> SpeedSummar
         token_s=report.token_s,
         acceptance_length=report.counters.acceptance_length,
         tokens_per_step=report.tokens_per_step,
-        speed_up=asdict(compare_speed(report, other)) if other else None,
-        identical=identical_share(report, other) if other and not report.temperature else None,
+        speed_up=asdict(compare_speed(report, plain)) if plain and report.k else None,
+        identical=identical_share(report, plain) if plain and not report.temperature else None,
     )
 
 

@@ -70,7 +70,7 @@ def _shown(value: float | None, form: str, scale: float = 1) -> str:
 
 
 def _live_caption(results: Results) -> str:
-    lines = []
+    lines = ["same answers: as without speculation; on the lines without it, as with the fewest in flight: what differs there is rounding alone."]
     for line in results["live"]:
         if gain := line["speed_up"]:
             words = {"better": "faster than no speculation", "worse": "slower than no speculation", "not resolved": "not resolved"}[gain["verdict"]]

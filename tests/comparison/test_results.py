@@ -1,11 +1,15 @@
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from eagle3.comparison.results import RESULTS_FILE, Results, collect_results, read_reports, read_results, write_results
+from eagle3.comparison.results import RESULTS_FILE, Results, collect_results, read_reports, read_results, summarise_live, write_results
 from eagle3.errors import DataError
+from eagle3.evaluation.live import LiveReport
 from eagle3.evaluation.report import AcceptanceReport, RowCounts
+from eagle3.evaluation.streaming import TimedAnswer
+from eagle3.serving.metrics import Counters
 
 
 def report(arm: str, k: int, gain: int = 0) -> AcceptanceReport:
@@ -64,3 +68,15 @@ def test_missing_and_damaged_results_are_one_sentence(tmp_path: Path) -> None:
     (tmp_path / RESULTS_FILE).write_text("{")
     with pytest.raises(DataError, match="not valid JSON"):
         read_results(tmp_path)
+
+
+def test_the_target_alone_shows_what_rounding_changes(live_results: Results) -> None:
+    """Its pass with more in flight is held against its own with the fewest; a speculating arm against the target alone with as many."""
+    assert [line["identical"] for line in live_results["live"]] == [None, 1.0]
+    plain = LiveReport("none", 0, 1, 0.0, (TimedAnswer("a-0", "a", (1, 2, 3), 0.1, 1, 0.2), TimedAnswer("b-0", "b", (4, 5), 0.1, 1, 0.2)), Counters(), (), 0.4)
+    changed = (plain.answers[0], replace(plain.answers[1], completion_ids=(4, 6)))
+    busy = replace(plain, concurrency=8, answers=changed)
+    ours = replace(busy, arm="ours", k=3, counters=Counters(5, 3, 9, 0, (0, 0, 0)))
+    found = summarise_live([plain, busy, ours])
+    assert [line["identical"] for line in found] == [None, 0.5, 1.0]
+    assert [line["speed_up"] is None for line in found] == [True, True, False]
