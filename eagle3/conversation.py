@@ -124,7 +124,7 @@ def read_answer_form(tokenizer: Any, think_tokens: Sequence[str | int] | None = 
     think = [_token_id(tokenizer, token) for token in think_tokens or THINK_TOKENS]
     if think_tokens is not None and (len(think) != 2 or None in think):
         raise TargetError(
-            f"think_tokens={list(think_tokens)} are not two tokens of the target's vocabulary: give the names or ids that open and close a thought."
+            f"target.think_tokens={list(think_tokens)} are not two tokens of the target's vocabulary: give the names or ids that open and close a thought."
         )
     first, last = think[0], think[-1]
     end_id = ending[0] if ending else tokenizer.eos_token_id
@@ -150,7 +150,7 @@ def rebuild_completion(
     ids: list[int] = []
     if reasoning or opened:
         if form.think is None:
-            raise TargetError("the server returns thoughts, and the vocabulary has no <think> and </think>: name the two tokens in engine.think_tokens.")
+            raise TargetError("the server returns thoughts, and the vocabulary has no <think> and </think>: name the two tokens in target.think_tokens.")
         ids += ([] if opened else [form.think[0]]) + _encode_plain(tokenizer, reasoning or "", form)
         if content or finish_reason == "stop":
             ids.append(form.think[1])
@@ -184,7 +184,8 @@ def _encode_plain(tokenizer: Any, text: str, form: AnswerForm) -> list[int]:
 def _token_id(tokenizer: Any, token: str | int) -> int | None:
     """The id of a token given by name or id (as a number or in digits), or None if the vocabulary has no such token."""
     if isinstance(token, int) or token.isdigit():
-        return int(token) if int(token) < len(tokenizer) else None
+        # By the token and not by the vocabulary's size: ids may have holes, and special ones lie above them.
+        return int(token) if int(token) < len(tokenizer) or tokenizer.convert_ids_to_tokens(int(token)) is not None else None
     found: int | None = tokenizer.convert_tokens_to_ids(token)
     return found if found is not None and tokenizer.convert_ids_to_tokens(found) == token else None
 

@@ -82,7 +82,7 @@ def test_a_users_think_token_opens_no_thought(smollm2_tokenizer: Any, form: Answ
 
 
 def test_a_thought_without_known_think_tokens_is_an_error_with_the_fix(smollm2_tokenizer: Any, prompt: list[int]) -> None:
-    with pytest.raises(TargetError, match=r"name the two tokens in engine\.think_tokens"):
+    with pytest.raises(TargetError, match=r"name the two tokens in target\.think_tokens"):
         rebuild_completion(smollm2_tokenizer, read_answer_form(smollm2_tokenizer), prompt, "hm", "Hi!", "stop")
 
 
