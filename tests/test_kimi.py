@@ -26,7 +26,7 @@ def kimi_folder(tmp_path: Path) -> Path:
 
     vocabulary = {chr(code): code for code in range(32, 127)} | KimiTokenizer.special
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=" "))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")  # type: ignore[assignment]
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     tokenizer.add_special_tokens([AddedToken(name, special=True) for name in KimiTokenizer.special])
     fast: Any = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>")
     fast.chat_template = TEMPLATE
