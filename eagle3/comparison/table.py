@@ -78,7 +78,8 @@ def _live_caption(results: Results) -> str:
     for concurrency, k in results["best_k"].items():
         one = next(e for e in results["expected"] if (e["arm"], str(e["concurrency"]), e["k"]) == ("ours", concurrency, k))
         measured = f", measured {one['measured']:.2f}" if one["measured"] is not None else ", not measured"
-        lines.append(f"best k for {concurrency} in flight: {k}, expected speed-up {one['expected']:.2f}{measured}")
+        pays = "" if one["expected"] > 1 else "; speculation does not pay there"
+        lines.append(f"best k for {concurrency} in flight: {k}, expected speed-up {one['expected']:.2f}{measured}{pays}")
     return "\n".join(lines)
 
 
