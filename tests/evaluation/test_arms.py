@@ -7,11 +7,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from eagle3.config import BaselineConfig, EvaluationConfig
+from eagle3.config import BaselineConfig, Config, EvaluationConfig, PathsConfig
 from eagle3.conversation import Row
 from eagle3.engines import Sampling
 from eagle3.evaluation.arms import Arm, live_arms, measure_arms
 from eagle3.serving.speculation import Speculation
+from eagle3.workspace import Workspace
 
 OURS, THEIRS = Path("/ours"), Path("/theirs")
 
@@ -51,3 +52,12 @@ def test_one_server_after_another_is_asked_the_same_prompts(speculating_server: 
     reports = measure_arms(arms, serve, "target", asked_rows, Sampling(0.0, 1.0, 64, 256, (2,)), [1, 2], 10)
     assert [(report.arm, report.k, report.concurrency) for report in reports] == [("ngram", 3, 1), ("ngram", 3, 2), ("ours", 3, 1), ("ours", 3, 2)]
     assert len({tuple(answer.row_id for answer in report.answers) for report in reports}) == 1
+
+
+def test_a_server_that_runs_already_is_asked_and_not_started(tmp_path: Path) -> None:
+    paths = PathsConfig(str(tmp_path), str(tmp_path / "store"))
+    evaluation = EvaluationConfig(live=True, max_completion_tokens=64, live_arms=["none"], live_urls={"none": "http://host:1/v1"})
+    workspace = Workspace(Config(evaluation=evaluation, paths=paths), tmp_path, {})
+    with workspace.live_server(Arm("none", "none", None)) as url:
+        assert url == "http://host:1/v1"
+    assert not list(tmp_path.glob("*.log"))
