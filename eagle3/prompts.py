@@ -47,7 +47,7 @@ def read_prompts(path: str | Path) -> Iterator[Prompt]:
     file = Path(path).expanduser()
     if not file.is_file():
         raise DataError(f"{path}: no such file; give dataset.path (or evaluation.path) the name of a .jsonl, .json or .parquet file.")
-    records = _read_lines(file) if file.suffix not in (".json", ".parquet") else _read_table(file)
+    records = _read_lines(file) if file.suffix not in (".json", ".parquet") or not file.stat().st_size else _read_table(file)
     empty = True
     for where, record in records:
         empty = False
@@ -57,13 +57,15 @@ def read_prompts(path: str | Path) -> Iterator[Prompt]:
 
 
 def _read_lines(file: Path) -> Iterator[tuple[str, Any]]:
-    with file.open(encoding="utf-8") as lines:
+    with file.open("rb") as lines:
         for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
             try:
-                yield f"line {number}", json.loads(line)
-            except ValueError as error:
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8")  # some editors mark a file's begin
+                if text.strip():
+                    yield f"line {number}", json.loads(text)
+            except UnicodeDecodeError as error:
+                raise DataError(f"{file}, line {number}: not UTF-8 ({error.reason}); save the file in UTF-8.") from None
+            except (ValueError, RecursionError) as error:
                 raise DataError(f"{file}, line {number}: not JSON ({error}); each line must be one JSON object.") from None
 
 
@@ -133,12 +135,15 @@ def _messages(record: dict[str, Any], where: str) -> list[dict[str, str]]:
         turns = [("user", record[key]) for key in ("question", "prompt") if record.get(key)][:1]
     messages = []
     for role, text in turns:
-        if role not in ROLES:
+        if not isinstance(role, str) or role not in ROLES:
             raise DataError(f"{where}: unknown role {role!r}; roles are {', '.join(sorted(ROLES))}.")
+        if ROLES[role] == "assistant":  # left out, so it may be empty, as where the file's author called a tool
+            continue
         if not isinstance(text, str) or not text.strip():
             raise DataError(f"{where}: the {ROLES[role]}'s turn holds no text; fill it or delete the line.")
-        if ROLES[role] != "assistant":
-            messages.append({"role": ROLES[role], "content": text})
+        if any("\ud800" <= letter <= "\udfff" for letter in text):
+            raise DataError(f"{where}: the {ROLES[role]}'s turn holds half a character (a lone surrogate); fix it or delete the line.")
+        messages.append({"role": ROLES[role], "content": text})
     return messages
 
 
@@ -155,10 +160,11 @@ class Selection:
 def select(source: Iterable[Prompt], num_train: int, evaluation: Iterable[Prompt] | None, num_evaluation: int, holdout_fraction: float) -> Selection:
     """The first `num_train` prompts for training and the first `num_evaluation` for evaluation, none in both.
 
-    With evaluation prompts of their own, training prompts that equal one of them are left out and counted. Without, a hash of each conversation says on
-    which side it lies, so the split never moves when more prompts are asked for. The source is read no further than needed.
+    With evaluation prompts of their own, training prompts that equal any of them are left out and counted, however few are evaluated: so none is trained
+    on, and the rows stay when more are. Without, a hash of each conversation says on which side it lies, so the split never moves when more prompts are
+    asked for. The source is read no further than needed.
     """
-    own = {} if evaluation is None else _first(evaluation, num_evaluation)
+    own = {prompt.id: prompt for prompt in evaluation or ()}
     train: dict[str, Prompt] = {}
     held_out: dict[str, Prompt] = {}
     num_duplicates = num_decontaminated = 0
@@ -177,15 +183,6 @@ def select(source: Iterable[Prompt], num_train: int, evaluation: Iterable[Prompt
             train[prompt.id] = prompt
     chosen = list((held_out if evaluation is None else own).values())[:num_evaluation]
     return Selection(list(train.values())[:num_train], chosen, num_duplicates, num_decontaminated)
-
-
-def _first(prompts: Iterable[Prompt], num: int) -> dict[str, Prompt]:
-    chosen: dict[str, Prompt] = {}
-    for prompt in prompts:
-        chosen.setdefault(prompt.id, prompt)
-        if len(chosen) == num:
-            break
-    return chosen
 
 
 def in_fraction(prompt_id: str, fraction: float, purpose: str) -> bool:

@@ -58,12 +58,35 @@ def test_white_space_does_not_make_another_prompt() -> None:
         ('{"prompt": "  "}\n', "line 1: the user's turn holds no text"),
         ('{"messages": [{"role": "robot", "content": "x"}]}\n', "line 1: unknown role 'robot'"),
         ('{"messages": "hello"}\n', "line 1: messages must be a list"),
+        ('{"messages": [{"role": ["user"], "content": "x"}]}\n', "line 1: unknown role"),
+        ('{"prompt": "half a \\ud800 character"}\n', "line 1: the user's turn holds half a character"),
+        ('{"prompt": "a"}\n' + "[" * 100_000 + "\n", "line 2: not JSON"),
+        (b'{"prompt": "a"}\n{"prompt": "caf\xe9"}\n', "line 2: not UTF-8"),
+        ('{"prompt": "a"}\n'.encode("utf-16"), "line 1: not UTF-8"),
     ],
 )
-def test_bad_files_are_one_sentence_that_names_the_row(tmp_path: Path, content: str, message: str) -> None:
-    (tmp_path / "p.jsonl").write_text(content)
+def test_bad_files_are_one_sentence_that_names_the_row(tmp_path: Path, content: str | bytes, message: str) -> None:
+    (tmp_path / "p.jsonl").write_bytes(content.encode() if isinstance(content, str) else content)
     with pytest.raises(DataError, match=message):
         list(read_prompts(tmp_path / "p.jsonl"))
+
+
+def test_files_of_windows_are_read_as_others_are(tmp_path: Path) -> None:
+    (tmp_path / "p.jsonl").write_bytes(b'\xef\xbb\xbf{"prompt": "question 0"}\r\n{"prompt": "question 1"}\r\n')
+    assert list(read_prompts(tmp_path / "p.jsonl")) == _prompts(2)
+
+
+@pytest.mark.parametrize("content", [None, "", [{"type": "tool_call"}]])
+def test_an_assistants_turn_is_left_out_whatever_it_holds(tmp_path: Path, content: object) -> None:
+    record = {"messages": [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": content}]}
+    assert list(read_prompts(_write(tmp_path / "p.jsonl", record))) == [new_prompt([{"role": "user", "content": "Why?"}])]
+
+
+@pytest.mark.parametrize("suffix", ["json", "parquet"])
+def test_an_empty_table_is_one_sentence(tmp_path: Path, suffix: str) -> None:
+    (tmp_path / f"p.{suffix}").touch()
+    with pytest.raises(DataError, match="is empty"):
+        list(read_prompts(tmp_path / f"p.{suffix}"))
 
 
 @pytest.mark.parametrize("suffix", ["json", "parquet"])
@@ -121,6 +144,13 @@ def test_duplicates_and_prompts_that_are_evaluated_on_are_left_out_and_counted()
     selection = select([*prompts[:5], prompts[0], *prompts[5:]], 100, prompts[8:], 2, 0.1)
     assert [p.id for p in selection.train] == [p.id for p in prompts[:8]]
     assert (selection.num_duplicates, selection.num_decontaminated) == (1, 2)
+
+
+def test_no_prompt_of_an_evaluation_file_is_trained_on_however_few_are_evaluated() -> None:
+    prompts = _prompts(10)
+    few, all_of_them = (select(prompts, 100, prompts[5:], num, 0.1) for num in (1, 5))
+    assert few.train == all_of_them.train == prompts[:5]
+    assert few.evaluation == prompts[5:6] and all_of_them.evaluation == prompts[5:]
 
 
 def test_a_shuffle_depends_on_its_seed_alone() -> None:
