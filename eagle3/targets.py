@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import re
@@ -17,6 +18,8 @@ from eagle3.errors import TargetError
 
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 DESCRIPTION_FILES = ("*.json", "*.jinja", "*.model", "*.py", "*.tiktoken", "*.txt")
+WEIGHTS_FILES = ("*.safetensors", "*.bin", "*.pt")
+NUM_PIECES, PIECE_BYTES = 256, 4096
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,20 @@ def read_target(path: str | Path) -> TargetInfo:
     ends = [*_as_list(generation.get("eos_token_id")), *_as_list(text.get("eos_token_id")), *_as_list(config.get("eos_token_id")), *_tokenizer_eos(path)]
     hidden_size, num_layers, vocab_size, max_context = (text[name] for name in names)
     return TargetInfo(path, hidden_size, num_layers, vocab_size, max_context, tuple(dict.fromkeys(ends)))
+
+
+def weights_digest(file: Path) -> str:
+    """Hash of a file's size and of pieces all over it: tells the weights of two models of one shape apart without reading hundreds of gigabytes.
+
+    A file of up to a MiB is read whole; of a larger one, whatever changed in a run of `1 / NUM_PIECES` of it is seen.
+    """
+    size = file.stat().st_size
+    state = hashlib.sha256(str(size).encode())
+    with file.open("rb") as content:
+        for piece in range(NUM_PIECES):
+            content.seek(max(size - PIECE_BYTES, 0) * piece // (NUM_PIECES - 1) if size > NUM_PIECES * PIECE_BYTES else piece * PIECE_BYTES)
+            state.update(content.read(PIECE_BYTES))
+    return state.hexdigest()[:16]
 
 
 def fetch_target(path: str, weights: bool) -> Path:
@@ -101,17 +118,22 @@ def load_tokenizer(path: str | Path, trust_remote_code: bool = False) -> Any:
 def load_model(path: str | Path, dtype: str = "bfloat16", device: str = "auto", trust_remote_code: bool = False) -> Any:
     """The target as a transformers model in eval mode; `device` is cpu, cuda or auto (cuda where there is one)."""
     import torch
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise TargetError("device=cuda, but torch sees no GPU; set device=cpu or device=auto")
+    load: Any = AutoModelForCausalLM.from_pretrained  # its types know nothing of what it loaded
     try:
         with quiet():
-            model = AutoModelForCausalLM.from_pretrained(str(path), dtype=getattr(torch, dtype), trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
+            model, loaded = load(str(path), dtype=getattr(torch, dtype), trust_remote_code=trust_remote_code, output_loading_info=True)
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise TargetError(f"the model in {path} does not load: {_first_line(error)}; check the folder, or set target.trust_remote_code=true") from error
+    if loaded["missing_keys"]:  # transformers would go on with random ones
+        names = ", ".join(sorted(loaded["missing_keys"])[:3])
+        raise TargetError(f"the model in {path} lacks {len(loaded['missing_keys'])} of its weights ({names}): the folder is damaged, fetch the target again")
     return model.eval().requires_grad_(False).to(device)
 
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 # Raised when a stage's result changes for the same settings: what older versions made is then not taken for it.
-VERSIONS = {"target": 1, "prompts": 1, "generate": 1, "capture": 1, "train": 1, "evaluate": 1, "live": 1}
+VERSIONS = {"target": 1, "prompts": 2, "generate": 1, "capture": 1, "train": 1, "evaluate": 1, "live": 1}
 
 
 class Workspace:
@@ -74,12 +74,14 @@ class Workspace:
 
     @functools.cached_property
     def target_signature(self) -> str:
-        """What of the target can change a result: its configuration, tokenizer, and the names and sizes of its weights; of a hub's, the commit."""
+        """What of the target can change a result: its configuration, tokenizer, code and weights; of a hub's, the commit."""
+        from eagle3.targets import DESCRIPTION_FILES, WEIGHTS_FILES, weights_digest
+
         folder = Path(self.target.path)
         if folder.parent.name == "snapshots":  # the weights may not be here yet, and must not change the name when they come
             return signature("target", VERSIONS["target"], {"commit": folder.name}, {})
-        texts = {path.name: file_digest(path) for path in sorted(folder.glob("*.json")) + sorted(folder.glob("*.jinja"))}
-        weights = {path.name: path.stat().st_size for path in sorted(folder.glob("*.safetensors"))}
+        texts = {path.name: file_digest(path) for pattern in DESCRIPTION_FILES for path in folder.glob(pattern)}
+        weights = {path.name: weights_digest(path) for pattern in WEIGHTS_FILES for path in folder.glob(pattern)}
         return signature("target", VERSIONS["target"], {"texts": texts, "weights": weights}, {})
 
     @property
@@ -170,6 +172,8 @@ class Workspace:
             if layers is not None and layers != read:
                 raise ConfigError(f"capture.aux_layers={layers}, but the drafter of training.init={init} reads {read}: leave capture.aux_layers null.")
             layers = read
+        elif layers is not None and layers != sorted(layers):
+            raise ConfigError(f"capture.aux_layers={layers} must ascend: servers hand the layers to the drafter in the order of the target, lowest first.")
         layers = layers or list(default_aux_layers(self.target.num_layers))
         if len(set(layers)) < len(layers) or not all(1 <= layer < self.target.num_layers for layer in layers):
             raise ConfigError(

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eagle3.errors import TargetError
-from eagle3.targets import TargetInfo, convert_gguf, default_aux_layers, load_model, load_tokenizer, read_target
+from eagle3.targets import NUM_PIECES, PIECE_BYTES, TargetInfo, convert_gguf, default_aux_layers, load_model, load_tokenizer, read_target, weights_digest
 
 CONFIG = {"hidden_size": 8, "num_hidden_layers": 6, "vocab_size": 50, "max_position_embeddings": 64}
 
@@ -88,3 +88,32 @@ def test_a_package_that_is_not_installed_is_named_with_its_command(tmp_path: Pat
     with pytest.raises(TargetError, match=r"\.gguf"):
         convert_gguf("json", tmp_path / "model")  # installed, but it ships no model
     assert not (tmp_path / "model").exists()
+
+
+@pytest.mark.parametrize("size", [0, 1, PIECE_BYTES, NUM_PIECES * PIECE_BYTES, 5 * NUM_PIECES * PIECE_BYTES + 17])
+def test_weights_of_one_size_and_other_values_have_another_digest(tmp_path: Path, size: int) -> None:
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(b"a" * size)
+    before = weights_digest(file)
+    changed = max(size // NUM_PIECES, min(size, PIECE_BYTES))  # a run of bytes as long as what is promised to be seen
+    for start in (0, size // 3, size - changed) if size else ():
+        file.write_bytes(b"a" * start + b"b" * min(changed, size - start) + b"a" * (size - start - min(changed, size - start)))
+        assert weights_digest(file) != before and file.stat().st_size == size
+    file.write_bytes(b"a" * (size + 1))
+    assert weights_digest(file) != before
+
+
+def test_a_model_without_one_of_its_weights_is_refused_and_not_filled_with_random_ones(tmp_path: Path, tiny_model: Any) -> None:
+    from safetensors.torch import load_file, save_file
+
+    tiny_model.save_pretrained(tmp_path)
+    load_model(tmp_path, dtype="float32", device="cpu")
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["lm_head.weight"]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(TargetError, match=r"lacks 1 of its weights \(lm_head\.weight\)"):
+        load_model(tmp_path, dtype="float32", device="cpu")
+    content = (tmp_path / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(content[: len(content) // 2])
+    with pytest.raises(TargetError, match="does not load"):
+        load_model(tmp_path, dtype="float32", device="cpu")
