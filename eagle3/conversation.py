@@ -63,9 +63,24 @@ class Row:
 
 def encode_turn(tokenizer: Any, messages: Sequence[dict[str, str]]) -> list[int]:
     """Ids of a conversation that ends with a user's turn, with the header of the answer: what the target reads."""
-    text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
-    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return ids
+    return _encode(tokenizer, render(tokenizer, messages, add_generation_prompt=True))
+
+
+def render(tokenizer: Any, messages: Sequence[dict[str, str]], add_generation_prompt: bool = False) -> str:
+    """A conversation as text, by the target's chat template.
+
+    Raises:
+        TargetError: the target has no template, or its template refuses the conversation.
+    """
+    from jinja2 import TemplateError
+
+    try:
+        text: str = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=add_generation_prompt)
+    except (TemplateError, ValueError) as error:
+        roles = ", ".join(message["role"] for message in messages)
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise TargetError(f"the target's chat template can't write a conversation of {roles} ({reason}): check chat_template.jinja in its folder.") from None
+    return text
 
 
 def answer_message(tokenizer: Any, answer: Answer, form: AnswerForm) -> dict[str, str]:
@@ -116,9 +131,8 @@ def read_answer_form(tokenizer: Any, think_tokens: Sequence[str | int] | None = 
         TargetError: `think_tokens` are not two single tokens of the vocabulary.
     """
     asked = [{"role": "user", "content": USER_MARK}]
-    before = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=False)
-    prompt = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
-    answered = tokenizer.apply_chat_template([*asked, {"role": "assistant", "content": ANSWER_MARK}], tokenize=False, add_generation_prompt=False)
+    before, prompt = render(tokenizer, asked), render(tokenizer, asked, add_generation_prompt=True)
+    answered = render(tokenizer, [*asked, {"role": "assistant", "content": ANSWER_MARK}])
     header = _encode(tokenizer, prompt[len(before) :]) if prompt.startswith(before) else []
     ending = _encode(tokenizer, answered.partition(ANSWER_MARK)[2])
     think = [_token_id(tokenizer, token) for token in think_tokens or THINK_TOKENS]

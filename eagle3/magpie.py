@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
-from eagle3.conversation import Answer, Request
+from eagle3.conversation import Answer, Request, render
 from eagle3.engines import Engine
 from eagle3.errors import DataError
 from eagle3.progress import progress
@@ -60,7 +60,7 @@ def opening_ids(tokenizer: Any) -> list[int]:
     Raises:
         DataError: the template does not put the user's text into the conversation as it is.
     """
-    rendered: str = tokenizer.apply_chat_template([{"role": "user", "content": MARK}], tokenize=False)
+    rendered = render(tokenizer, [{"role": "user", "content": MARK}])
     if MARK not in rendered:
         raise DataError("dataset=magpie needs a chat template that shows the user's text as it is; this target's does not, so use dataset=jsonl.")
     ids: list[int] = tokenizer(rendered.split(MARK)[0], add_special_tokens=False)["input_ids"]

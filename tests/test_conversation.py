@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eagle3.conversation import Answer, AnswerForm, answer_message, encode_turn, read_answer_form, rebuild_completion
+from eagle3.conversation import Answer, AnswerForm, answer_message, encode_turn, read_answer_form, rebuild_completion, render
 from eagle3.errors import TargetError
 
 OPEN, CLOSE, END = 8, 10, 2  # unused special tokens of SmolLM2 stand for <think> and </think>
@@ -111,3 +111,15 @@ def test_a_finished_answer_is_said_again_with_its_thought_apart(smollm2_tokenize
     assert said([OPEN, *_ids(t, "hm"), CLOSE, *_ids(t, "Hi!"), END]) == {"role": "assistant", "content": "Hi!", "reasoning_content": "hm"}
     assert said([*_ids(t, "Hi!"), END]) == {"role": "assistant", "content": "Hi!"}
     assert said([OPEN, *_ids(t, "cut")]) == {"role": "assistant", "content": "", "reasoning_content": "cut"}
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [(None, "chat_template is not set"), ("{% if %}", "Expected an expression"), ("{{ raise_exception('no system turns') }}", "no system turns")],
+)
+def test_a_template_that_fails_is_one_sentence_with_its_reason(
+    smollm2_tokenizer: Any, monkeypatch: pytest.MonkeyPatch, template: str | None, reason: str
+) -> None:
+    monkeypatch.setattr(smollm2_tokenizer, "chat_template", template)
+    with pytest.raises(TargetError, match=f"can't write a conversation of user .*{reason}"):
+        render(smollm2_tokenizer, MESSAGES)
