@@ -7,6 +7,7 @@ signatures, so changing them re-uses everything in the store. `conf/REFERENCE.md
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -254,6 +255,10 @@ class PathsConfig:
     outputs: str = knob("outputs", "Folder of runs and sweeps.", affects_result=False)
     store: str = knob("outputs/store", "Folder of everything that stages make and share: a big volume.", affects_result=False)
 
+    def __post_init__(self) -> None:
+        for key in ("outputs", "store"):
+            require(bool(getattr(self, key)), f"paths.{key}", getattr(self, key), "give a folder (is EAGLE3_STORE empty?)")
+
 
 @dataclass(frozen=True)
 class Config:
@@ -274,6 +279,10 @@ class Config:
 
     def __post_init__(self) -> None:
         one_of("until", self.until, STAGES)
+        for section in (getattr(self, each.name) for each in dataclasses.fields(self) if each.name != "until"):
+            for key, value in vars(section).items():
+                name = f"{type(section).__name__.removesuffix('Config').lower()}.{key}"
+                require(not isinstance(value, float) or math.isfinite(value), name, value, "it must be a finite number")
         require(
             self.evaluation.max_completion_tokens < self.generation.max_seq_len,
             "evaluation.max_completion_tokens",
@@ -323,12 +332,26 @@ def from_tree(tree: Any) -> Config:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
+    _refuse_unknown_keys(tree)
+    if tree.target.get("path") is None and tree.target.get("package") is None:
+        raise ConfigError("target.path is missing: give the folder of a model or its name on the hub, like target.path=/models/my-model.")
     try:
         config = OmegaConf.to_object(OmegaConf.merge(schema(), OmegaConf.masked_copy(tree, [field.name for field in dataclasses.fields(Config)])))
     except OmegaConfBaseException as error:
         raise ConfigError(sentence(error)) from None
     assert isinstance(config, Config)
     return config
+
+
+def _refuse_unknown_keys(tree: Any) -> None:
+    """Keys that +key=value added: Hydra lets them in, and nobody would read them."""
+    sections = {field.name: field for field in dataclasses.fields(Config)}
+    unknown = [str(key) for key in tree if key not in sections and key != "hydra"]
+    for name in sections.keys() & set(tree) - {"until"}:
+        known = {field.name for field in dataclasses.fields(getattr(Config(), name))}
+        unknown += [f"{name}.{key}" for key in tree[name] if key not in known]
+    if unknown:
+        raise ConfigError(f"there is no key {', '.join(sorted(unknown))}: all keys are in `eagle3 --help` and conf/REFERENCE.md.")
 
 
 def read_config(folder: Path) -> Config:

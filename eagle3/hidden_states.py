@@ -58,6 +58,7 @@ class StateWriter:
     def flush(self) -> None:
         """Write what was collected as one shard."""
         import torch
+        from safetensors import SafetensorError
         from safetensors.torch import save_file
 
         if not self._rows:
@@ -67,7 +68,8 @@ class StateWriter:
         tensors = {"states": torch.cat(self._states), "input_ids": torch.tensor(self._ids, dtype=torch.int32)}
         try:
             save_file(tensors, temporary, metadata={"rows": json.dumps(self._rows), "layers": json.dumps(self.layers)})
-        except OSError as error:
+        except (OSError, SafetensorError) as error:
+            temporary.unlink(missing_ok=True)
             raise CaptureError(
                 f"{self.folder}: hidden states can't be written ({error}); free space or give paths.store a bigger volume, then run again."
             ) from None

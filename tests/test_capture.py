@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from eagle3.conversation import Answer, Request
 from eagle3.engines import Sampling
 from eagle3.engines.transformers import TransformersEngine
 from eagle3.errors import CaptureError
+from eagle3.hidden_states import StateReader, StateWriter
 
 LENGTHS = [5, 31, 1, 12, 12, 30, 7]
 
@@ -90,3 +92,20 @@ def test_agreement_is_asked_of_supervised_tokens_only(tiny_model: Any) -> None:
     ids = [*ids[:10], predicted, *ids[11:]]
     mask = [0] * 10 + [1] + [0] * (len(ids) - 11)
     assert head_agreement(states, ids, mask, tiny_model.model.norm, tiny_model.lm_head) == 1.0
+
+
+def test_states_that_find_no_room_are_one_sentence_and_leave_no_torn_shard(tmp_path: Path) -> None:
+    import resource
+
+    writer = StateWriter(tmp_path, [1, 2], shard_bytes=1 << 30)
+    writer.append("row", [1, 2, 3], torch.zeros(3, 2, 4096, dtype=torch.bfloat16))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))  # a file may not grow past a page: as on a full disk
+    try:
+        with pytest.raises(CaptureError, match=r"hidden states can't be written .*free space"):
+            writer.flush()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not list(tmp_path.iterdir())
+    writer.flush()
+    assert StateReader(tmp_path).read("row", [1, 2, 3]).shape == (3, 2, 4096)
