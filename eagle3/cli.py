@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import logging
 import os
 import sys
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 VERBS = ("run", "serve")
+SWEEP_FLAGS = {"-m", "--multirun"}
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
 CONFIG_MODULE = "eagle3.conf"
 log = logging.getLogger("eagle3")
 
@@ -45,13 +48,20 @@ def _run_hydra(arguments: list[str]) -> None:
         try:
             return _run(tree)
         except Eagle3Error as error:
-            log.error("error: %s", error)
             failed.append(str(error))
-            return None
+        except OSError as error:
+            if error.errno not in DISK_ERRORS:
+                raise
+            failed.append(f"{error.filename or 'a file of the run'}: {error.strerror}; free space, change permissions, or set paths.store and paths.outputs.")
+        log.error("error: %s", failed[-1])
+        return None
 
     try:
-        if not any(argument.startswith("-") for argument in arguments):
-            check(arguments)
+        flags = {argument for argument in arguments if argument.startswith("-")}
+        if flags <= SWEEP_FLAGS:
+            arms = _arms([argument for argument in arguments if argument not in flags], bool(flags))
+            for config in [check(arm) for arm in arms]:
+                _make_outputs(config)
         hydra.main(version_base="1.3", config_path=f"pkg://{CONFIG_MODULE}", config_name="config")(job)()
     except Eagle3Error as error:
         _fail(str(error), code=2)
@@ -59,6 +69,29 @@ def _run_hydra(arguments: list[str]) -> None:
         _fail("stopped; the same command goes on from here.", code=130)
     if failed:
         sys.exit(1)
+
+
+def _arms(overrides: list[str], is_sweep: bool) -> list[list[str]]:
+    """The overrides of each run of a command line, so that a mistake in the last arm of a sweep is said before the first one starts."""
+    if not is_sweep or any(override.startswith("hydra/sweeper") for override in overrides):  # other sweepers choose as they go
+        return [] if is_sweep else [overrides]
+    from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    try:
+        (arms,) = BasicSweeper.split_arguments(OverridesParser.create().parse_overrides(overrides), max_batch_size=None)
+    except HydraException as error:
+        raise ConfigError(configuration.sentence(error)) from None
+    return [list(arm) for arm in arms]
+
+
+def _make_outputs(config: configuration.Config) -> None:
+    """The folder of all runs, before Hydra makes one in it and fails with a stack trace."""
+    try:
+        Path(config.paths.outputs).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"paths.outputs={config.paths.outputs} can't be made ({error.strerror}): give another folder.") from None
 
 
 def _serve(arguments: list[str]) -> NoReturn:
@@ -122,8 +155,12 @@ def _log_to(path: Path) -> None:
 
 def _point_to_latest(outputs: Path, folder: Path) -> None:
     link, new = outputs / "latest", outputs / f".latest.{os.getpid()}"
-    new.symlink_to(os.path.relpath(folder, outputs))
-    new.replace(link)
+    try:
+        new.symlink_to(os.path.relpath(folder, outputs))
+        new.replace(link)
+    except OSError as error:  # a folder of that name, or a volume without links: the run is none the worse for it
+        new.unlink(missing_ok=True)
+        log.warning("%s does not point to this run (%s)", link, error.strerror)
 
 
 def _fail(message: str, code: int) -> NoReturn:
