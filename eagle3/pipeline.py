@@ -171,7 +171,7 @@ class Pipeline:
         return signature(
             "answers",
             VERSIONS["generate"],
-            {"split": split, "engine": self.workspace.engine_settings, "sampling": sampling},
+            {"split": split, "engine": self.workspace.engine_settings, "sampling": sampling, "think_tokens": self.config.target.think_tokens},
             {"target": self.workspace.target_signature},
         )
 
@@ -295,6 +295,9 @@ class Pipeline:
         size = self.config.training.draft_vocab_size
         if size is not None and size > target.vocab_size:
             raise ConfigError(f"training.draft_vocab_size={size} exceeds the target's vocabulary of {target.vocab_size}: lower it.")
+        outside = [token for token in self.config.training.pinned_tokens if not 0 <= token < target.vocab_size]
+        if outside:
+            raise ConfigError(f"training.pinned_tokens={outside} are not in the target's vocabulary of {target.vocab_size}: leave them out.")
         if self.config.generation.max_seq_len > target.max_context:
             raise ConfigError(f"generation.max_seq_len={self.config.generation.max_seq_len} exceeds the target's context of {target.max_context}: lower it.")
         log.debug("auxiliary layers %s", self.workspace.aux_layers)
