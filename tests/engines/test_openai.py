@@ -69,8 +69,8 @@ def test_exactly_so_many_requests_are_in_flight_and_no_more_are_taken() -> None:
     with Loopback(delay_s=0.1) as server:
         asyncio.run(run(_engine(server, concurrency=16)))
         assert server.max_in_flight == 16
-    with Loopback(delay_s=2.0) as server:
-        _run(_engine(server, concurrency=300), _requests(300))
+    with Loopback(delay_s=4.0) as server:
+        _run(_engine(server, concurrency=300, timeout_s=60), _requests(300))
         assert server.max_in_flight == 300
 
 
