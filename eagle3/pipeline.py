@@ -7,14 +7,15 @@ import functools
 import json
 import logging
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eagle3.comparison.results import collect_results, write_results
 from eagle3.config import STAGES, Config, result_settings
-from eagle3.errors import ConfigError, DataError
+from eagle3.errors import ConfigError, DataError, StoreError
 from eagle3.generation import generate, load_rows
+from eagle3.hidden_states import StateReader
 from eagle3.progress import console
 from eagle3.prompts import Selection, load_prompts, read_hub, read_prompts, select, shuffled, write_prompts
 from eagle3.store import Artifact, KeyedLog, file_digest, signature, write_json
@@ -23,6 +24,7 @@ from eagle3.training import remove_checkpoints
 from eagle3.workspace import VERSIONS, Workspace, say_waiting
 
 if TYPE_CHECKING:
+    from eagle3.conversation import Row
     from eagle3.engines import Sampling
     from eagle3.evaluation.baseline import Baseline
 
@@ -189,19 +191,40 @@ class Pipeline:
         pool_signature = signature("states", VERSIONS["capture"], settings, {"answers": rows.facts["pool"]})
 
         def make(folder: Path, track: StageTracker) -> dict[str, Any]:
-            from eagle3.capture import capture_rows
-
-            path = self.workspace.store.pool("states", pool_signature)
-            temperature = self._sampling(split).temperature
-            held = list(load_rows(rows.path / "rows.jsonl"))
-            with self.workspace.store.lock(path, say_waiting):
-                facts: dict[str, Any] = capture_rows(
-                    held, lambda: self.workspace.model, path, self.config.capture, self.workspace.aux_layers, temperature, f"capture {split}"
-                )
+            facts = self._capture(split, list(load_rows(self._rows(rows))), pool_signature)
             track.log({f"capture/{key}": value for key, value in facts.items()})
             return facts | {"pool": pool_signature}
 
         return self.workspace.ensure("capture", settings, {"rows": rows.facts["rows_digest"], "pool": pool_signature}, make, split)
+
+    def _capture(self, split: str, rows: Sequence[Row], pool_signature: str) -> dict[str, Any]:
+        from eagle3.capture import capture_rows
+
+        path = self.workspace.store.pool("states", pool_signature)
+        temperature = self._sampling(split).temperature
+        with self.workspace.store.lock(path, say_waiting):
+            return capture_rows(rows, lambda: self.workspace.model, path, self.config.capture, self.workspace.aux_layers, temperature, f"capture {split}")
+
+    def _rows(self, artifact: Artifact) -> Path:
+        """The file of an artifact's rows, for a stage that is about to read them.
+
+        Raises:
+            StoreError: it is not what was written.
+        """
+        path = artifact.path / "rows.jsonl"
+        if not path.is_file() or file_digest(path) != artifact.facts["rows_digest"]:
+            raise StoreError(f"{path} is not what was written there: delete the folder {artifact.path}, and the next run makes it again from its answers.")
+        return path
+
+    def _states(self, split: str, rows: Artifact, states: Artifact) -> Path:
+        """The pool of the states of these rows; what somebody deleted from it, because it was damaged or big, is captured again."""
+        path = self.workspace.store.pool("states", states.facts["pool"])
+        reader, held = StateReader(path), list(load_rows(self._rows(rows)))
+        missing = sum(row.id not in reader for row in held)
+        if missing:
+            log.info("capture %s: the states of %d rows are no longer there; they are captured again", split, missing)
+            self._capture(split, held, states.facts["pool"])
+        return path
 
     def train(self, rows: Artifact, states: Artifact) -> Artifact:
         from eagle3.training.train import train
@@ -215,7 +238,7 @@ class Pipeline:
             settings["init"] = None  # the content counts, not the name
 
         def make(folder: Path, track: StageTracker) -> dict[str, Any]:
-            pool = self.workspace.store.pool("states", states.facts["pool"])
+            pool = self._states("train", rows, states)
             return train(section, self.workspace.target, rows.path / "rows.jsonl", pool, folder, track)
 
         drafter = self.workspace.ensure("train", settings, inputs, make)
@@ -230,8 +253,8 @@ class Pipeline:
         def make(folder: Path, track: StageTracker) -> dict[str, Any]:
             from eagle3.evaluation.evaluate import evaluate
 
+            pool = self._states("evaluation", rows, states)
             held_out = list(load_rows(rows.path / "rows.jsonl"))
-            pool = self.workspace.store.pool("states", states.facts["pool"])
             reports, facts = evaluate(section, baseline, self.config.training, held_out, pool, drafter.path / "drafter", self._baseline)
             write_json(folder / "reports.json", [report.to_dict() for report in reports])
             track.summary({f"eval/{report.arm}/acceptance_length_k{report.k}": report.acceptance_length for report in reports} | facts)

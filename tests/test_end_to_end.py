@@ -128,6 +128,31 @@ def test_fine_tuning_goes_on_from_a_drafter_wherever_it_lies(run_folder: Path, t
 
 
 @pytest.mark.slow
+def test_states_that_were_deleted_are_captured_again(run_folder: Path) -> None:
+    store = run_folder / "outputs" / "store"
+    before = {path.parent.name: path.stat().st_size for path in store.glob("pools/states/*/shard-*")}
+    for path in store.glob("pools/states/*/shard-*"):
+        path.unlink()
+    said = _eagle3(*SMALL, "training.lr=4e-4", folder=run_folder)
+    assert len(re.findall(r"the states of \d+ rows are no longer there", said)) == 2
+    assert {path.parent.name for path in store.glob("pools/states/*/shard-*")} == set(before)
+
+
+@pytest.mark.slow
+def test_rows_that_lost_one_are_refused_and_not_trained_on(run_folder: Path) -> None:
+    for path in (run_folder / "outputs" / "store").glob("generate/*/rows.jsonl"):
+        content = path.read_text()
+        path.write_text("".join(content.splitlines(keepends=True)[:-1]))
+        path.with_name("whole").write_text(content)
+    try:
+        said = _eagle3(*SMALL, "training.lr=3e-4", folder=run_folder, code=1)
+        assert "rows.jsonl is not what was written there" in said and "Traceback" not in said
+    finally:
+        for path in (run_folder / "outputs" / "store").glob("generate/*/whole"):
+            path.rename(path.with_name("rows.jsonl"))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
