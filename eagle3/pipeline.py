@@ -258,7 +258,7 @@ class Pipeline:
             reports, facts = evaluate(section, baseline, self.config.training, held_out, pool, drafter.path / "drafter", self._baseline)
             write_json(folder / "reports.json", [report.to_dict() for report in reports])
             track.summary({f"eval/{report.arm}/acceptance_length_k{report.k}": report.acceptance_length for report in reports} | facts)
-            return facts | {"tokens": sum(report.num_tokens for report in reports)}
+            return facts | {"tokens": max(report.num_tokens for report in reports)}
 
         return self.workspace.ensure("evaluate", settings, inputs, make)
 

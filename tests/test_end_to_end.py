@@ -76,6 +76,8 @@ def test_a_run_leaves_its_results_its_picture_and_a_drafter_that_speculators_ope
         assert arm["acceptance_length"] >= 1 and arm["acceptance_length"] == pytest.approx(1 + sum(arm["acceptance_at"]))
         assert arm["rows"] == 4 and arm["temperature"] == 0 and len(arm["acceptance_at"]) == arm["k"]
     assert set(_stages(run_folder).values()) == {"made"}
+    (evaluated,) = [stage for stage in results["stages"] if stage["stage"] == "evaluate"]
+    assert evaluated["tokens"] == results["arms"][0]["tokens"]  # not once for each arm and k
     assert (run_folder / "outputs" / "latest" / "results.png").stat().st_size > 10_000
     assert (run_folder / "outputs" / "latest" / "config.yaml").exists()
 
