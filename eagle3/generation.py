@@ -42,7 +42,7 @@ def generate(
         new_engine, new_tokenizer: called only if something is left to answer, so that a run that finds all in its pool loads no model.
 
     Returns:
-        How every turn ended (see `collect_rows`), and `answered_now`.
+        How every turn ended (see `collect_rows`), `answered_now`, `failures_now` by kind, and how many of those `may_pass` when asked again.
     """
     missing = [prompt for prompt in prompts if any(row_id(prompt.id, turn) not in pool for turn in range(len(prompt.user_turns)))]
     failures: Counter[str] = Counter()
@@ -55,8 +55,17 @@ def generate(
             failures = asyncio.run(answer_prompts(missing, new_engine(), new_tokenizer(), pool, meter.count, think_tokens))
             num_answered = meter.num_answered
         for kind, number in failures.items():
-            log.warning("%s: %d turns failed with %s; the next run that needs them tries again", name, number, kind)
-    return collect_rows(prompts, pool, path, min_completion_tokens, truncated) | {"answered_now": num_answered, "failures_now": dict(failures)}
+            log.warning("%s: %d turns failed with %s; %s", name, number, kind, "left out" if is_final(kind) else "the same command tries them again")
+    return collect_rows(prompts, pool, path, min_completion_tokens, truncated) | {
+        "answered_now": num_answered,
+        "failures_now": dict(failures),
+        "may_pass": sum(number for kind, number in failures.items() if not is_final(kind)),
+    }
+
+
+def is_final(kind: str) -> bool:
+    """Whether a failure speaks of the prompt, so that asking again brings the same; all others may pass."""
+    return kind in ("too_long", "empty") or kind.startswith(("finish_", "http_4"))
 
 
 class Meter:

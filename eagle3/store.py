@@ -97,6 +97,10 @@ class Store:
         assert artifact is not None
         return artifact
 
+    def reopen(self, artifact: Artifact) -> None:
+        """Make a finished artifact unfinished, before anything in its folder changes."""
+        (artifact.path / "manifest.json").unlink()
+
     @contextlib.contextmanager
     def lock(self, path: Path, waiting: Any = None) -> Iterator[None]:
         """Hold `path` alone. The operating system drops the lock of a process that dies, so none is ever left behind.

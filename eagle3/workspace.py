@@ -184,13 +184,19 @@ class Workspace:
     def ensure(
         self, stage: str, settings: Mapping[str, Any], inputs: Mapping[str, str], make: Callable[[Path, StageTracker], dict[str, Any]], split: str = ""
     ) -> Artifact:
-        """The artifact of these settings and inputs: from the store, or made now by `make`, which works in the artifact's folder and returns facts."""
+        """The artifact of these settings and inputs: from the store, or made now by `make`, which works in the artifact's folder and returns facts.
+
+        One whose facts say that something `may_pass` when tried again is made again: what it has already is in its pool.
+        """
         sig = signature(stage, VERSIONS[stage], settings, inputs)
         name = f"{stage} {split}".strip()
         artifact = self.store.find(stage, sig)
-        if artifact is None:
+        if artifact is None or artifact.facts.get("may_pass"):
             with self.store.lock(self.store.folder(stage, sig), say_waiting):
                 artifact = self.store.find(stage, sig)
+                if artifact is not None and artifact.facts.get("may_pass"):
+                    self.store.reopen(artifact)
+                    artifact = None
                 if artifact is None:
                     return self._make(stage, sig, name, settings, inputs, make, split)
         log.info("%s: cached, %s", name, sig)

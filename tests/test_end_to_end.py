@@ -113,6 +113,17 @@ def test_twice_the_samples_make_the_new_half_and_leave_the_old_rows_as_they_were
 
 
 @pytest.mark.slow
+def test_more_samples_than_there_are_is_said_and_another_content_of_the_file_is_read(run_folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "changing.jsonl"
+    said = []
+    for word in ("apples", "pears"):
+        path.write_text("".join(json.dumps({"prompt": f"{number} {word}?"}) + "\n" for number in range(30)))
+        said.append(_eagle3(*SMALL, f"dataset.path={path}", "generation.num_samples=1000", "until=prompts", folder=run_folder))
+    assert all("there are only" in text and "not the 1000 asked for" in text for text in said)
+    assert "prompts: cached" not in said[1]
+
+
+@pytest.mark.slow
 def test_another_learning_rate_trains_on_the_same_rows_and_states(run_folder: Path) -> None:
     _eagle3(*SMALL, "training.lr=5e-4", folder=run_folder)
     made = {stage for stage, status in _stages(run_folder).items() if status == "made"}

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from eagle3.conversation import Answer, Failure, Request, Row, encode_turn, to_row
 from eagle3.errors import DataError
-from eagle3.generation import answer_prompts, collect_rows, load_rows
+from eagle3.generation import answer_prompts, collect_rows, is_final, load_rows
 from eagle3.prompts import Prompt, new_prompt
 from eagle3.store import KeyedLog
 
@@ -91,6 +91,11 @@ def test_what_is_answered_is_not_asked_again_and_what_failed_is(tmp_path: Path) 
     assert engine.asked == [f"{prompts[2].id}-0"]
     assert (tmp_path / "answers.jsonl").read_bytes().startswith(before)
     assert len(rows) == 3
+
+
+def test_only_failures_that_speak_of_the_prompt_are_final() -> None:
+    assert all(map(is_final, ("too_long", "empty", "http_400", "finish_content_filter")))
+    assert not any(map(is_final, ("timeout", "connection", "bad_json", "http_503")))
 
 
 def test_turns_are_answered_one_by_one_on_the_targets_own_words(tmp_path: Path) -> None:

@@ -61,3 +61,30 @@ def test_ten_prompts_of_the_large_run_keep_each_thought_between_its_tokens_once(
         assert ids.count(THINK) == 1 and ids.count(CLOSE) == 1 and ids.index(THINK) < ids.index(CLOSE)
         assert THINK not in supervised and supervised.count(CLOSE) == 1 and supervised[-1] == END
         assert row["provenance"]["exact"] is exact
+
+
+@pytest.mark.slow
+def test_the_same_command_tries_again_what_may_pass_and_only_that(tmp_path: Path, kimi_folder: Path) -> None:
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"Question {number}?"}) + "\n" for number in range(300)))
+    tokenizer = KimiTokenizer()
+
+    def reply(body: dict[str, Any]) -> Reply:
+        prompt = tokenizer.apply_chat_template(body["messages"], tokenize=False, add_generation_prompt=True)
+        return Reply("it is " * 20, "so", prompt_ids=tokenizer(prompt)["input_ids"], token_ids=[*map(ord, "so"), CLOSE, *map(ord, "it is " * 20), END])
+
+    settings = ["target.trust_remote_code=false", f"target.path={kimi_folder}", "dataset=file", "dataset.path=prompts.jsonl", "tracking=disabled"]
+    numbers = []
+    for fault in (lambda n: "503" if n == 3 else None, lambda n: None, lambda n: None):
+        with Loopback(reply, model="kimi-k2.5", fault=fault) as server:
+            command = [
+                str(Path(sys.executable).with_name("eagle3")),
+                "experiment=smoke_10",
+                f"engine.base_urls=[{server.url}]",
+                "engine.max_retries=0",
+                *settings,
+            ]
+            done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+            assert done.returncode == 0, done.stderr
+            numbers.append(server.num_requests)
+    assert numbers == [12, 1, 0]  # 10 prompts and 2 to evaluate on; the one that failed; nothing
+    assert "everything was in the store already" in done.stderr
