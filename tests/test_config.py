@@ -107,5 +107,5 @@ def test_the_large_runs_keep_their_figures() -> None:
 
 
 def test_an_experiment_beats_the_primary_configuration_and_the_command_line_beats_both() -> None:
-    assert check(["experiment=demo"]).generation.num_samples == 600
+    assert check(["experiment=demo"]).generation.num_samples == 500
     assert check(["experiment=demo", "generation.num_samples=7"]).generation.num_samples == 7

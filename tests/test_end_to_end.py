@@ -238,4 +238,4 @@ def test_the_wheel_holds_the_configuration_and_runs_from_another_environment(tmp
         text=True,
         env={**os.environ, "PYTHONPATH": libraries},
     )
-    assert "num_samples: 600" in done.stdout, done.stderr
+    assert "num_samples: 500" in done.stdout, done.stderr
