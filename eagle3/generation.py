@@ -125,11 +125,15 @@ def _next_request(prompt: Prompt, turn: int, tokenizer: Any, form: AnswerForm, p
     """The request for one turn, or None if the prompt has no such turn, its answer is there, or an earlier turn has none."""
     if turn >= len(prompt.user_turns) or row_id(prompt.id, turn) in pool or (turn and row_id(prompt.id, turn - 1) not in pool):
         return None
-    messages = [message for message in prompt.messages if message["role"] == "system"]
-    for past, text in enumerate(prompt.user_turns[: turn + 1]):
-        messages.append({"role": "user", "content": text})
-        if past < turn:
-            messages.append(answer_message(tokenizer, _read(pool, row_id(prompt.id, past)), form))
+    messages: list[dict[str, str]] = []
+    num_users = 0
+    for message in prompt.messages:
+        messages.append(message)
+        if message["role"] == "user":
+            if num_users == turn:
+                break
+            messages.append(answer_message(tokenizer, _read(pool, row_id(prompt.id, num_users)), form))
+            num_users += 1
     return Request(prompt.id, turn, encode_turn(tokenizer, messages), tuple(messages))
 
 

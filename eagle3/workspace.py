@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 # Raised when a stage's result changes for the same settings: what older versions made is then not taken for it.
-VERSIONS = {"target": 1, "prompts": 2, "generate": 1, "capture": 1, "train": 1, "evaluate": 1, "live": 1}
+VERSIONS = {"target": 1, "prompts": 2, "generate": 2, "capture": 1, "train": 1, "evaluate": 1, "live": 1}
 
 
 class Workspace:

@@ -111,6 +111,12 @@ def test_turns_are_answered_one_by_one_on_the_targets_own_words(tmp_path: Path) 
     assert facts["turns"] == 3
 
 
+def test_a_system_turn_stays_where_it_stands(tmp_path: Path) -> None:
+    prompt = new_prompt([{"role": role, "content": role[0].upper()} for role in ("system", "user", "system", "user")])
+    _, rows = _run([prompt], Engine(_says("reply")), tmp_path)
+    assert ["".join(map(chr, row.input_ids)) for row in rows] == ["<s>S<u>U<a>reply", "<s>S<u>U<a>reply<s>S<u>U<a>reply"]
+
+
 def test_a_turn_behind_a_failed_one_is_counted_as_failed(tmp_path: Path) -> None:
     prompts = _prompts(["one", "two"], ["fine"])
     facts, _ = _run(prompts, Engine(lambda r: Failure(r.prompt_id, r.turn, "reset", "") if r.prompt_id == prompts[0].id else _says("fine")(r)), tmp_path)
