@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -14,6 +13,7 @@ from eagle3.evaluation.live import LiveReport, identical_share
 from eagle3.evaluation.report import AcceptanceReport
 from eagle3.evaluation.speed import best_ks, compare_speed, expect
 from eagle3.evaluation.statistics import bootstrap_interval, compare_arms
+from eagle3.store import write_json
 
 RESULTS_FILE = "results.json"
 ACCEPTANCE_FILE = "acceptance.json"
@@ -182,8 +182,9 @@ def _summarise_pass(report: LiveReport, plain: LiveReport | None) -> SpeedSummar
 
 def write_results(folder: Path, results: Results, reports: Sequence[AcceptanceReport]) -> None:
     """Writes both files, each by rename and `results.json` last, so that its presence means both are whole."""
-    _write_json(folder / ACCEPTANCE_FILE, [report.to_dict() for report in reports])
-    _write_json(folder / RESULTS_FILE, results)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / ACCEPTANCE_FILE, [report.to_dict() for report in reports])
+    write_json(folder / RESULTS_FILE, results)
 
 
 def read_results(folder: Path) -> Results:
@@ -200,13 +201,6 @@ def published_line(published: Mapping[str, Any]) -> str:
     """What others say of the baseline, in words that keep it apart from what was measured."""
     figures = ", ".join(f"{name} {figure:.3f}" for name, figure in published["figures"].items())
     return f"published for {published['arm']}, on other prompts and not measured here: {figures} ({published['source']})"
-
-
-def _write_json(path: Path, value: Sequence[Any] | Mapping[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    unfinished.write_text(json.dumps(value, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    unfinished.replace(path)
 
 
 def _read_json(path: Path) -> Any:
